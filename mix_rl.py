@@ -1,0 +1,599 @@
+"""Mix RL: one GRPO run on the pooled tasks of several domains, and nothing else.
+
+Everything but the choice of prompts is grpo_expert.py (`diff grpo_expert.py mix_rl.py` is the lesson): a step draws its
+P prompts by domain with weights w, and the group baseline keeps domains of different difficulty apart.
+
+    natural   w_d = n_d / sum n          the pool as it is
+    uniform   w_d = 1 / D                every domain alike
+    explicit  w_d given: math=2 code=1   the paper (arXiv 2608.27409) finds that these proportions decide what is learnt
+
+Left out: several GPUs, LoRA, asynchronous rollouts, proportions that adapt, rewards scaled or weighted by domain.
+
+    python mix_rl.py                                               the four tiny domains, about two minutes on 2 cores
+    python mix_rl.py --proportions math=2 code=1 science=1 instruction=1 --out runs/mix-math
+    python mix_rl.py --model Qwen/Qwen2.5-0.5B-Instruct --tasks gsm8k:train mbpp:train --learning_rate 1e-6 \\
+        --max_completion_length 512 --tokens_per_microbatch 8192
+"""
+
+import copy
+import dataclasses
+import json
+import math
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import DynamicCache
+from transformers.hf_argparser import HfArg
+
+from eval import add_json, evaluate, load_model, load_prompts, parse_args, peak_gb, sample_hf, stop, timed, write_json
+from verifiers import verify_batch
+
+# Letters are dimensions only: P prompts a step, G samples a prompt, B = P*G rows, T completion tokens, V vocabulary.
+
+
+@dataclass
+class Args:
+    # fmt: off
+    model: str = HfArg(default="tiny/base", help="folder or hub id of the model to start from")
+    tasks: list[str] = HfArg(default_factory=lambda: ["tiny:math", "tiny:code", "tiny:science", "tiny:instruction"], help="training tasks: presets (tiny:math, gsm8k:train) or files (.jsonl .json .parquet .csv)")
+    # new to mix_rl:
+    proportions: list[str] = HfArg(default_factory=lambda: ["natural"], help="how often each domain is drawn: natural (by its number of tasks), uniform, or weights: math=2 code=1 ...")
+    eval_tasks: list[str] = HfArg(default_factory=list, help="tasks scored before and after training; empty: the validation split of a tiny preset, else none")
+    out: str = HfArg(default="", help="run folder; empty: runs/<script>-<time>")
+    seed: int = HfArg(default=0, help="seed of the domains drawn, the task order and every sample")
+    steps: int = HfArg(default=80, help="sample-verify-update rounds")
+    prompts_per_step: int = HfArg(default=32, help="P, prompts a step; the batch is P * num_generations completions")
+    num_generations: int = HfArg(default=8, help="G, completions a prompt: the group that is the baseline")
+    num_iterations: int = HfArg(default=1, help="optimizer updates on each batch; above 1 the clip matters")
+    max_prompt_length: int = HfArg(default=512, help="tokens; tasks with longer prompts are left out, and counted")
+    max_completion_length: int = HfArg(default=48, help="tokens sampled at the most; time and memory grow with it")
+    temperature: float = HfArg(default=1.0, help="sampling temperature, also of the log-probabilities that are trained")
+    learning_rate: float = HfArg(default=7e-4, help="peak AdamW rate; the default suits the tiny world, real models want about 1e-6")
+    warmup_steps: int = HfArg(default=3, help="steps of linear warm-up")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, to 0 at the last step")
+    max_grad_norm: float = HfArg(default=1.0, help="the gradient is scaled down to this norm")
+    weight_decay: float = HfArg(default=0.0, help="AdamW's decoupled weight decay")
+    beta: float = HfArg(default=0.0, help="weight of the KL to the starting model; above 0 a second, frozen copy is in memory")
+    epsilon: float = HfArg(default=0.2, help="lower clip: no push below ratio 1 - epsilon")
+    epsilon_high: float = HfArg(default=0.28, help="upper clip: no push above ratio 1 + epsilon_high (DAPO's clip-higher)")
+    scale_rewards: Literal["none", "group", "batch"] = HfArg(default="group", help="divide advantages by this standard deviation (the paper: none)")
+    loss_norm: Literal["token", "sequence", "constant"] = HfArg(default="token", help="DAPO: tokens of the batch | GRPO: mean a row | Dr. GRPO: rows * max_completion_length")
+    dynamic_sampling: bool = HfArg(default=False, help="replace groups whose rewards are all equal by new prompts, in up to 4 rounds (DAPO)")
+    mask_truncated: bool = HfArg(default=False, help="completions cut at max_completion_length carry no loss")
+    overlong_cache: int = HfArg(default=0, help="tokens before the cap over which the reward falls by up to 1 (DAPO's soft overlong penalty); 0: off")
+    tis_cap: float = HfArg(default=2.0, help="cap of the importance weight that corrects a bfloat16 sampler; unused in float32")
+    tokens_per_microbatch: int = HfArg(default=8192, help="padded tokens in one forward/backward; lower it when training runs out of memory")
+    slots: int = HfArg(default=256, help="completions sampled side by side; lower it when sampling runs out of memory")
+    sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
+    data_dir: str = HfArg(default="", help="folder with local copies of the presets: DATA_DIR/<preset>/<split>.jsonl|json|parquet")
+    device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
+    dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
+    eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
+    eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
+    eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
+    save_every: int = HfArg(default=20, help="steps between saves of the state that --resume continues from; 0: never")
+    resume: bool = HfArg(default=False, help="continue the run in --out, or start it when nothing is saved there")
+    # fmt: on
+
+    def __post_init__(self):
+        least = dict(num_generations=2, prompts_per_step=1, num_iterations=1, steps=1, max_completion_length=1, slots=1)
+        least |= dict(eval_samples=1, tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0, overlong_cache=0)
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                stop(f"--{name} must be {value} or more (a group is its own baseline, so it takes 2 completions)")
+        for name in ("temperature", "learning_rate", "max_grad_norm", "tis_cap", "epsilon", "epsilon_high"):
+            if not 0 < getattr(self, name) < math.inf:
+                stop(f"--{name} must be above 0, not {getattr(self, name)}")
+        if self.beta < 0 or self.epsilon >= 1:
+            stop("--beta must be 0 or more, and --epsilon below 1")
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.dtype == "auto":
+            bfloat16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
+            self.dtype = "bfloat16" if bfloat16 else "float32"
+        self.out = self.out or f"runs/mix_rl-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+# ------------------------------------------------------------------------------------------------------ sampler
+
+
+class Rollouts(NamedTuple):
+    """B = P*G completions, prompt by prompt; T is the largest max_completion_length."""
+
+    tokens: torch.Tensor  # (B, T) int64, pad_id after the end
+    lengths: torch.Tensor  # (B,) int64 completion tokens, the EOS counted
+    logprobs: torch.Tensor  # (B, T) float32, of each token under the distribution it was drawn from; 0 after the end
+    finished: torch.Tensor  # (B,) bool: ended by itself, not cut at max_completion_length
+
+
+def draw(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
+    """One token a row by inverting the CDF: the first token whose cumulative probability passes the row's uniform.
+
+    logits (b, V) float32, uniforms (b,) float64 in [0, 1) -> tokens (b,), their log-probabilities (b,).
+    """
+    if temperature == 0:  # all the mass is on one token, whose log-probability is 0
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p < 1:  # keep the smallest set of tokens whose mass reaches top_p
+        ordered, index = logits.sort(descending=True)
+        mass = ordered.softmax(-1)
+        dropped = mass.cumsum(-1) - mass >= top_p
+        dropped[:, 0] = False
+        logits = logits.masked_fill(dropped.scatter(-1, index, dropped), -math.inf)
+    weights = (logits - logits.max(-1, keepdim=True).values).exp()  # (b, V), softmax before it is normalised
+    cdf = weights.cumsum(-1)
+    total = cdf[:, -1:].clone()
+    tokens = torch.searchsorted(cdf, (uniforms.to(cdf)[:, None] * total), right=True)
+    # Rounding can carry u * total up to total itself; the last token that still adds mass is then the right one.
+    tokens = torch.minimum(tokens, torch.searchsorted(cdf, total)).squeeze(-1)
+    return tokens, (weights.gather(-1, tokens[:, None]) / total).log().squeeze(-1)
+
+
+@torch.no_grad()
+def sample(
+    model, prompts, *, num_generations, max_completion_length, eos_ids, pad_id, temperature=1.0, top_p=1.0, top_k=0,
+    seed=0, first_row=0, slots=None,
+):  # fmt: skip
+    """Sample num_generations completions of each prompt (a list of token ids) -> Rollouts.
+
+    What makes it faster than model.generate: a prompt goes through the model once and its KV is expanded to the group,
+    rows leave the batch as soon as they end, and only the last position goes through the lm_head. Row r draws its t-th
+    token with the t-th uniform of the generator (seed, first_row + r), so a completion depends neither on `slots`
+    (rows side by side, None: all) nor on who shares the batch, up to floating point.
+    """
+    B, device = len(prompts) * num_generations, model.device
+    caps = torch.as_tensor(max_completion_length).expand(B)  # an int, or one per row
+    T = int(caps.max())
+    uniforms = [np.random.Generator(np.random.Philox(key=[seed, first_row + row])).random(T) for row in range(B)]
+    uniforms, caps = torch.from_numpy(np.stack(uniforms)), caps.to(device)
+    uniforms = uniforms.to(device, torch.float32 if device.type == "mps" else torch.float64)
+    eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+    tokens = torch.full((B, T), pad_id, device=device)  # (B, T)
+    logprobs = torch.zeros((B, T), device=device)  # (B, T)
+    lengths = torch.zeros(B, dtype=torch.long, device=device)
+    finished = torch.zeros(B, dtype=torch.bool, device=device)
+
+    for start in range(0, B, slots or B):
+        rows = torch.arange(start, min(start + (slots or B), B), device=device)
+        owner = rows // num_generations - start // num_generations  # the row's prompt, counted within this chunk
+        batch = prompts[start // num_generations :][: int(owner[-1]) + 1]
+        longest = max(map(len, batch))
+        ids = torch.tensor([[pad_id] * (longest - len(p)) + p for p in batch], device=device)  # padded on the left
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch], device=device)
+        position = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=model.config)
+        forward = dict(cache=cache, use_cache=True, logits_to_keep=1)
+        logits = model(ids, attention_mask=mask, position_ids=position, **forward).logits[:, -1]
+        cache.batch_select_indices(owner)  # prefilled once a prompt, now one copy a sample
+        logits, mask, position = logits[owner], mask[owner], position[owner, -1:]
+        for t in range(T):
+            token, logprob = draw(logits.float(), uniforms[rows, t], temperature, top_p, top_k)
+            ended = torch.isin(token, eos)
+            tokens[rows, t], logprobs[rows, t], lengths[rows], finished[rows] = token, logprob, t + 1, ended
+            going = (~ended & (t + 1 < caps[rows])).nonzero().squeeze(-1)
+            if len(going) == 0:
+                break
+            if len(going) < len(rows):  # finished rows leave, and take their KV along
+                rows, token, mask, position = rows[going], token[going], mask[going], position[going]
+                cache.batch_select_indices(going)
+            mask, position = F.pad(mask, (0, 1), value=1), position + 1
+            logits = model(token[:, None], attention_mask=mask, position_ids=position, **forward).logits[:, -1]
+    return Rollouts(tokens, lengths, logprobs, finished)
+
+
+# -------------------------------------------------------------------------------------------------------- maths
+
+
+def compute_advantages(rewards, scale_rewards="none"):
+    """How much better each sample did than its group: A = r - mean_G(r), (P, G) -> (P, G).
+
+    scale_rewards: "none" (Dr. GRPO, arXiv 2503.20783) | "group": / (std_G + 1e-4) (GRPO, 2402.03300; Bessel's n-1,
+    as TRL) | "batch": / (std of all P*G + 1e-4).
+
+    >>> compute_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])).tolist()
+    [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
+    >>> compute_advantages(torch.tensor([[1.0, 0.0]]), "group")  # std = sqrt(1/2) = .7071; .5 / .7072 = .7070
+    tensor([[ 0.7070, -0.7070]])
+    """
+    advantages = rewards - rewards.mean(-1, keepdim=True)
+    if scale_rewards == "group":
+        return advantages / (rewards.std(-1, keepdim=True) + 1e-4)
+    if scale_rewards == "batch":
+        return advantages / (rewards.std() + 1e-4)
+    return advantages
+
+
+def policy_loss(logprobs, old_logprobs, advantages, mask, *, epsilon, epsilon_high, normalizer, weights=1.0):
+    """PPO's clipped surrogate (arXiv 1707.06347), summed over the masked tokens and divided by `normalizer`.
+
+    logprobs, old_logprobs, mask (B, T), advantages (B,) -> scalar. `normalizer` is a number, or (B, 1) for a mean by
+    row; it belongs to the whole batch, so micro-batches add up to the same gradient however the batch is split.
+    `weights` (B, T) is the truncated importance weight of a sampler that is not quite the learner.
+
+    >>> one = torch.ones(1, 2)  # ratios 1.5 and 1.0, A = 1, clipped at 1.28: -(1.28 + 1.0) / 2
+    >>> ratio = torch.tensor([[1.5, 1.0]])
+    >>> policy_loss(ratio.log(), 0 * one, torch.ones(1), one, epsilon=0.2, epsilon_high=0.28, normalizer=2)
+    tensor(-1.1400)
+    """
+    ratio = (logprobs - old_logprobs).exp()  # (B, T)
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    # min, not clip alone: a token that moved the wrong way keeps its gradient, whatever its ratio
+    surrogate = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
+    return -(weights * surrogate * mask / normalizer).sum()
+
+
+def reference_kl(logprobs, ref_logprobs):
+    """Schulman's k3 estimate of KL(pi || pi_ref) by token, (B, T) -> (B, T): exp(q-p) - (q-p) - 1, never negative.
+
+    Source: joschu.net/blog/kl-approx.html; here p = log pi, q = log pi_ref.
+
+    >>> reference_kl(torch.zeros(2), torch.tensor([0.0, math.log(2.0)]))  # 2 - log 2 - 1
+    tensor([0.0000, 0.3069])
+    """
+    difference = ref_logprobs - logprobs
+    return difference.exp() - difference - 1
+
+
+def token_logprobs(hidden, lm_head, targets, temperature=1.0, chunk=1024):
+    """log softmax(lm_head(hidden) / temperature)[target] by token: (N, H), (N,) -> (N,) float32.
+
+    The (N, V) logits are never held: they are made `chunk` tokens at a time and made again in the backward pass. At
+    V = 150,000 and N = 8,192 they would be 4.9 GB in float32, and their gradient as much again.
+
+    >>> head = torch.nn.Linear(1, 2, bias=False)
+    >>> _ = torch.nn.init.zeros_(head.weight)
+    >>> token_logprobs(torch.ones(3, 1), head, torch.tensor([0, 1, 0]), chunk=2).exp()
+    tensor([0.5000, 0.5000, 0.5000], grad_fn=<ExpBackward0>)
+    """
+
+    def logprobs_of(hidden, targets):
+        logits = lm_head(hidden).float() / temperature  # (chunk, V)
+        return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+    if len(targets) <= chunk:
+        return logprobs_of(hidden, targets)
+    pieces = zip(hidden.split(chunk), targets.split(chunk))
+    return torch.cat([checkpoint(logprobs_of, h, t, use_reentrant=False) for h, t in pieces])
+
+
+def completion_hidden(model, prompts, tokens, lengths, pad_id):
+    """Hidden states that predict the completion tokens -> (N, H), row by row, N = lengths.sum(); and their mask (b, T).
+
+    prompts: b lists of token ids; tokens (b, T); lengths (b,). Rows are prompt + completion, padded on the right; the
+    position before a completion token predicts it, so only those go on to the lm_head.
+    """
+    device, T = tokens.device, int(lengths.max())
+    starts = torch.tensor([len(p) for p in prompts], device=device)
+    width = int((starts + lengths).max())
+    rows = [p + row[:n].tolist() for p, row, n in zip(prompts, tokens.cpu(), lengths.tolist())]
+    ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows], device=device)  # (b, width)
+    attention_mask = torch.arange(width, device=device) < (starts + lengths)[:, None]
+    hidden = model.base_model(ids, attention_mask=attention_mask.long(), use_cache=False).last_hidden_state
+    mask = torch.arange(T, device=device) < lengths[:, None]  # (b, T), from lengths: pad_id may equal the EOS
+    row, t = mask.nonzero(as_tuple=True)
+    return hidden[row, starts[row] - 1 + t], mask
+
+
+def completion_logprobs(model, prompts, tokens, lengths, pad_id, temperature):
+    """Log-probabilities of completion tokens in one forward -> (b, T) float32, 0 after the end; and their mask."""
+    hidden, mask = completion_hidden(model, prompts, tokens, lengths, pad_id)
+    values = token_logprobs(hidden, model.get_output_embeddings(), tokens[:, : mask.shape[1]][mask], temperature)
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values), mask
+
+
+def micro_batches(lengths, budget):
+    """Split rows into lists of indices, sorted by length, each at most `budget` tokens when padded to its longest.
+
+    >>> micro_batches([5, 1, 2, 4], budget=8)
+    [[1, 2], [3], [0]]
+    """
+    batches = [[]]
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batches[-1] and (len(batches[-1]) + 1) * lengths[row] > budget:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def lr_factor(step, steps, warmup_steps, kind):
+    """Share of the peak learning rate at `step` (0 is the first, and it already moves).
+
+    >>> [lr_factor(step, 4, 2, "linear") for step in range(4)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
+
+
+# --------------------------------------------------------------------------------------------------- run folder
+
+
+def open_run(args, device):
+    """Make the run folder -> the saved state to continue from, or None. A folder that holds a run needs --resume."""
+    out, state, new = Path(args.out), None, dataclasses.asdict(args)
+    if (out / "args.json").exists():
+        if not args.resume:
+            stop(f"{out} already holds a run: continue it with --resume, or choose another --out")
+        old, free = json.loads((out / "args.json").read_text()), ("out", "resume", "save_every", "slots", "device")
+        if changed := [name for name in new if name not in free and old.get(name) != new[name]]:
+            stop(f"{out} was started with another --{', --'.join(changed)}: give the same, or choose another --out")
+    (out / "state").mkdir(parents=True, exist_ok=True)
+    if (out / "state" / "last.pt").exists():
+        state = torch.load(out / "state" / "last.pt", map_location=device, weights_only=True)
+        print(f"{out}: continues after step {state['step']}")
+    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):  # lines after the save will be written again
+        path = out / name
+        lines = path.read_text().splitlines(keepends=True) if state and path.exists() else []
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= state["step"]))
+    write_json(out / "args.json", new)
+    return state
+
+
+def save_model(model, tokenizer, out):
+    """Write weights and config in the Hugging Face format; the tokenizer's files are copied byte for byte."""
+    model.save_pretrained(out)
+    for path in Path(tokenizer.name_or_path).iterdir():
+        if path.name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")):
+            shutil.copyfile(path, Path(out) / path.name)
+
+
+# new to mix_rl:
+def domain_weights(proportions, sizes):
+    """Share of each domain in the prompts drawn; sizes: {domain: number of tasks}.
+
+    >>> domain_weights(["natural"], {"math": 30, "code": 10})
+    {'math': 0.75, 'code': 0.25}
+    >>> domain_weights(["math=1", "code=4"], {"math": 30, "code": 10})
+    {'math': 0.2, 'code': 0.8}
+    """
+    if proportions in (["natural"], ["uniform"]):
+        weights = {domain: size if proportions == ["natural"] else 1 for domain, size in sizes.items()}
+    else:
+        try:
+            weights = {domain: float(weight) for domain, weight in (pair.split("=") for pair in proportions)}
+        except ValueError:
+            stop(f"--proportions takes natural, uniform, or DOMAIN=WEIGHT pairs, not {' '.join(proportions)}")
+        if set(weights) != set(sizes) or min(weights.values()) < 0 or not 0 < sum(weights.values()) < math.inf:
+            stop(f"--proportions must give each of {', '.join(sizes)} a weight of 0 or more, and not all 0")
+    return {domain: weights[domain] / sum(weights.values()) for domain in sizes}
+
+
+# new to mix_rl:
+def draw_domains(weights, count, uniform):
+    """`count` domains, each as often as its weight says to within one (systematic sampling: one uniform, even steps).
+
+    >>> draw_domains({"math": 0.75, "code": 0.25}, 4, 0.5)
+    ['math', 'math', 'math', 'code']
+    """
+    edges = np.cumsum(list(weights.values()))
+    places = np.searchsorted(edges, (np.arange(count) + uniform) / count * edges[-1], side="right")
+    return [list(weights)[min(place, len(weights) - 1)] for place in places]
+
+
+def nth_task(tasks, position, seed):
+    """The task at `position` of an endless sequence: every epoch holds each task once, in an order of its own."""
+    epoch, index = divmod(position, len(tasks))
+    return tasks[np.random.default_rng([seed, epoch]).permutation(len(tasks))[index]]
+
+
+def main():
+    args = parse_args(Args, __doc__)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    P, G = args.prompts_per_step, args.num_generations
+
+    model, tokenizer, eos_ids, pad_id = load_model(args.model, device)
+    context = getattr(model.config, "max_position_embeddings", None) or math.inf
+    max_prompt_length = int(min(args.max_prompt_length, context - args.max_completion_length))
+    if max_prompt_length < 1:
+        stop(f"--max_completion_length leaves no room for a prompt in the model's context of {context} tokens")
+    tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args.data_dir)
+    tiny = all(spec.split(":")[0] == "tiny" for spec in args.tasks)  # the tiny world brings its validation split along
+    domains = dict.fromkeys(task["domain"] for task in tasks)
+    # new to mix_rl: a pool a domain, each with a place of its own in an order of its own
+    pools = {domain: [task for task in tasks if task["domain"] == domain] for domain in domains}
+    weights = domain_weights(args.proportions, {domain: len(pool) for domain, pool in pools.items()})
+    eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
+    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args.data_dir, args.eval_limit)
+
+    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=args.weight_decay)
+    cost = {"tokens_sampled": 0, "tokens_trained": 0, "tokens_scored": 0, "teacher_tokens": 0, "seconds": {}}
+    done, position, before = 0, dict.fromkeys(pools, 0), None
+    out, state = Path(args.out), open_run(args, device)
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, position, before, cost = (state[key] for key in ("step", "position", "before", "cost"))
+    reference = load_model(args.model, device)[0] if args.beta > 0 else None
+    # The learner keeps float32 weights: a bfloat16 weight would swallow updates 256 times smaller than itself.
+    actor = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+    sampler = dict(max_completion_length=args.max_completion_length, eos_ids=eos_ids, pad_id=pad_id, slots=args.slots)
+    draw_completions = sample if args.sampler == "fast" else sample_hf
+
+    def validate():
+        """Mean score by domain on eval_tasks; the same seed each time, so that models meet the same draws."""
+        with timed(cost["seconds"], "eval", device):
+            how = dict(samples=args.eval_samples, seed=args.seed, draw_completions=draw_completions, **sampler)
+            domains, _ = evaluate(actor, eval_tasks, tokenizer, **how)
+        return {name: sum(d["counts"]) / (d["n"] * len(d["counts"])) for name, d in domains.items()}
+
+    parameters = sum(weight.numel() for weight in model.parameters())
+    print(f"{out}: {len(tasks)} tasks, {parameters:,} parameters, {args.dtype} on {device}. The first prompt:")
+    print(tokenizer.decode(nth_task(tasks, 0, args.seed)["ids"]))
+    before = before or validate()
+    gap_checked = False
+    progress = tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step", dynamic_ncols=True)
+    for step in progress:
+        step_start, seconds, sampled = time.perf_counter(), {}, 0
+
+        # 1. Sample a group of completions for each prompt, and let the verifier score them.
+        groups = []  # (task, the parts of Rollouts, texts, scores), G rows each
+        for attempt in range(4 if args.dynamic_sampling else 1):
+            batch, uniform = [], np.random.default_rng([args.seed, step, attempt]).random()
+            for domain in draw_domains(weights, P, uniform):
+                batch.append(nth_task(pools[domain], position[domain], args.seed))
+                position[domain] += 1
+            with timed(seconds, "sample", device):
+                drawn = draw_completions(
+                    actor, [task["ids"] for task in batch], num_generations=G, temperature=args.temperature,
+                    seed=(args.seed << 32) + step, first_row=attempt * P * G, **sampler,
+                )  # fmt: skip
+                texts = [tokenizer.decode(t[:n], skip_special_tokens=True) for t, n in zip(drawn.tokens, drawn.lengths)]
+            with timed(seconds, "verify", device):
+                owners = [task for task in batch for _ in range(G)]
+                scores = verify_batch([(task["verifier"], text, task["answer"]) for task, text in zip(owners, texts)])
+            sampled += int(drawn.lengths.sum())
+            for task, start in zip(batch, range(0, P * G, G)):
+                rows = slice(start, start + G)
+                groups.append((task, [part[rows] for part in drawn], texts[rows], scores[rows]))
+            if args.dynamic_sampling:  # groups that teach something come first
+                groups.sort(key=lambda group: len(set(group[-1])) == 1)
+                if len(set(groups[P - 1][-1])) > 1:
+                    break
+        batch, parts, texts, scores = zip(*groups[:P])
+        rollouts = Rollouts(*map(torch.cat, zip(*parts)))
+
+        # 2. Advantages. A group whose rewards are all equal has none: at beta 0 its rows need no forward and backward.
+        rewards = torch.tensor(scores, device=device)  # (P, G)
+        over = rollouts.lengths.view(-1, G) - (args.max_completion_length - args.overlong_cache)
+        shaped = rewards - (over / max(1, args.overlong_cache)).clamp(0, 1) * (args.overlong_cache > 0)
+        advantages = compute_advantages(shaped, args.scale_rewards).flatten()  # (B,)
+        zero_variance = shaped.amax(-1) == shaped.amin(-1)  # (P,)
+        counted = rollouts.finished | (not args.mask_truncated)  # (B,) rows that carry loss
+        needed = (counted & (~zero_variance | (args.beta > 0)).repeat_interleave(G)).nonzero().squeeze(-1)
+        normalizer = {  # of the whole batch, so that neither skipped rows nor micro-batches change the gradient
+            "token": (rollouts.lengths * counted).sum().clamp(min=1).expand(len(counted), 1),
+            "sequence": (counted.sum().clamp(min=1) * rollouts.lengths)[:, None],
+            "constant": torch.full((len(counted), 1), len(counted) * args.max_completion_length, device=device),
+        }[args.loss_norm]  # (B, 1)
+
+        # 3. Update. The first pass over the batch meets the policy that sampled it, so its log-probabilities are the
+        # old ones; in float32 they equal the sampler's, and a gap between the two is a bug.
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * lr_factor(step, args.steps, args.warmup_steps, args.lr_scheduler_type)
+        prompt_ids = [task["ids"] for task in batch for _ in range(G)]
+        row_tokens = [len(prompt_ids[row]) + int(rollouts.lengths[row]) for row in needed]
+        totals = dict.fromkeys(("loss", "kl", "clipped", "gap", "tokens"), 0.0)
+        grad_norm, old_logprobs = 0.0, rollouts.logprobs.clone()
+        with timed(seconds, "train", device):
+            for iteration in range(args.num_iterations if len(needed) else 0):
+                for index in micro_batches(row_tokens, args.tokens_per_microbatch):
+                    rows = needed[index]
+                    which = ([prompt_ids[row] for row in rows], rollouts.tokens[rows], rollouts.lengths[rows], pad_id)
+                    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                        logprobs, mask = completion_logprobs(model, *which, args.temperature)  # (b, T)
+                        if reference:
+                            with torch.no_grad():
+                                ref_logprobs, _ = completion_logprobs(reference, *which, args.temperature)
+                    width = mask.shape[1]
+                    sampler_logprobs = rollouts.logprobs[rows, :width]
+                    if iteration == 0:
+                        totals["gap"] += float(((logprobs.detach() - sampler_logprobs).abs() * mask).sum())
+                        if dtype != torch.float32:
+                            old_logprobs[rows, :width] = logprobs.detach()
+                    old = old_logprobs[rows, :width]
+                    loss = policy_loss(
+                        logprobs, old, advantages[rows], mask, epsilon=args.epsilon, epsilon_high=args.epsilon_high,
+                        normalizer=normalizer[rows], weights=(old - sampler_logprobs).exp().clamp(max=args.tis_cap),
+                    )  # fmt: skip
+                    kl = reference_kl(logprobs, ref_logprobs if reference else old)  # (b, T)
+                    if reference:
+                        loss = loss + args.beta * (kl * mask / normalizer[rows]).sum()
+                    loss.backward()
+                    ratio, sign = (logprobs.detach() - old).exp(), advantages[rows, None].sign()
+                    clipped = ((ratio > 1 + args.epsilon_high) & (sign > 0)) | ((ratio < 1 - args.epsilon) & (sign < 0))
+                    totals["loss"] += float(loss.detach())
+                    totals["kl"] += float((kl.detach() * mask).sum())
+                    totals["clipped"] += float((clipped & mask).sum())
+                    totals["tokens"] += int(mask.sum())
+                grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+                optimizer.step()
+                optimizer.zero_grad()
+            if actor is not model:
+                for low, full in zip(actor.parameters(), model.parameters()):
+                    low.data.copy_(full.data)
+        trained = max(1, totals["tokens"])
+        gap = totals["gap"] / max(1, trained / args.num_iterations)
+        if not gap_checked and len(needed) and not gap <= (1e-3 if dtype == torch.float32 else 0.05):
+            stop(
+                f"the sampler's log-probabilities differ from a fresh forward's by {gap:.2g} on average: what samples is "
+                "not what is trained. Likely causes: logits scaled or capped after the lm_head, a kind of cache or "
+                "attention that the sampler does not know (try --sampler hf), a too coarse --dtype"
+            )
+        gap_checked = gap_checked or len(needed) > 0
+
+        # 4. Write down what happened.
+        forwards = args.num_iterations * sum(row_tokens)
+        cost["tokens_sampled"] += sampled
+        cost["tokens_trained"] += forwards
+        cost["tokens_scored"] += forwards if reference else 0
+        for phase, value in seconds.items():
+            cost["seconds"][phase] = cost["seconds"].get(phase, 0.0) + value
+        mean_reward = float(rewards.mean())
+        by_domain = {}
+        for task, row in zip(batch, rewards.mean(-1).tolist()):
+            by_domain.setdefault(task["domain"], []).append(row)
+        metrics = {
+            "step": step + 1,
+            "reward/mean": mean_reward,
+            **{f"reward/{domain}": sum(values) / len(values) for domain, values in by_domain.items()},
+            **{f"proportion/{domain}": len(values) / len(batch) for domain, values in by_domain.items()},
+            "groups/zero_variance": float(zero_variance.float().mean()),
+            "completion/length": float(rollouts.lengths.float().mean()),
+            "completion/truncated": float((~rollouts.finished).float().mean()),
+            "policy/loss": totals["loss"],
+            # On policy, -log pi of the sampled tokens averages to the entropy (over all rows; the rest: rows trained on).
+            "policy/entropy": float(-rollouts.logprobs.sum() / rollouts.lengths.sum()),
+            "policy/kl": totals["kl"] / trained,
+            "policy/clip_fraction": totals["clipped"] / trained,
+            "policy/sampler_gap": gap,
+            "policy/grad_norm": grad_norm,
+            "policy/learning_rate": optimizer.param_groups[0]["lr"],
+            **{f"time/{phase}": value for phase, value in seconds.items()},
+            "time/step": time.perf_counter() - step_start,
+            "tokens/sampled": sampled,
+            "memory/peak_gb": peak_gb(device),
+        }
+        add_json(out / "metrics.jsonl", metrics)
+        shown = {"step": step + 1, "prompt": batch[0]["prompt"], "completion": texts[0][0], "reward": scores[0][0]}
+        add_json(out / "samples.jsonl", {**shown, "domain": batch[0]["domain"], "answer": batch[0]["answer"]})
+        tqdm.write(
+            f"step {step + 1:4d}  reward {mean_reward:.3f}  length {metrics['completion/length']:5.1f}  "
+            f"kl {abs(metrics['policy/kl']):.4f}  entropy {metrics['policy/entropy']:.3f}  {metrics['time/step']:.2f} s"
+        )
+        if args.eval_every and (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
+            add_json(out / "evals.jsonl", {"step": step + 1, **validate()})
+        if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            saved |= {"position": position, "cost": cost, "before": before}
+            torch.save(saved, out / "state" / "last.tmp")
+            os.replace(out / "state" / "last.tmp", out / "state" / "last.pt")
+
+    after = validate()
+    save_model(model, tokenizer, out)
+    cost["seconds"]["total"] = sum(cost["seconds"].values())
+    cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": {}}
+    write_json(out / "cost.json", cost)
+    rewards = [json.loads(line)["reward/mean"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after)
+    print(
+        f"Learnt: reward {rewards[0]:.3f} -> {rewards[-1]:.3f} on training prompts"
+        + (f"; validation avg@{args.eval_samples} {change}" if change else "")
+        + f"\nThe model lies in {out}. Next: python eval.py --models base={args.model} mix={out}"
+    )
+
+
+if __name__ == "__main__":
+    main()

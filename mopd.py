@@ -1,0 +1,621 @@
+"""Multi-teacher on-policy distillation (MOPD): the student samples, and each domain's expert corrects it token by token.
+
+Every completion goes to the teacher of its domain and to no other. With d_t = log pi_student - log pi_teacher of the
+tokens the student itself drew, the reverse KL to the teacher falls in one of two ways:
+
+    sampled   loss = -1/N * sum_t w_t * A_t * log pi_student(token_t),   A_t = -sg[d_t] clipped,  w_t = sg[pi/mu]
+    full      loss =  1/N * sum_t sum_v p_s(v) * (log p_s(v) - log p_t(v))                        all of the vocabulary
+
+A_t is the teacher's verdict on one token; d_t itself is never differentiated: its expected gradient is zero and does
+not see the teacher. No reward is used (it is only logged), and no group is needed: one completion a prompt will do.
+Sources: the paper arXiv 2608.27409 (sampled), Nemotron-Cascade 2 2603.19220 (the gate on w).
+
+Left out: several GPUs, LoRA, teachers behind a server, a mix with outcome rewards, top-k KL.
+
+    python mopd.py --teachers math=runs/math code=runs/code --tasks tiny:math tiny:code
+    python mopd.py                                     teachers from runs/speedrun, about a minute on 2 cores
+"""
+
+import copy
+import dataclasses
+import json
+import math
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, DynamicCache
+from transformers.hf_argparser import HfArg
+
+from eval import (
+    add_json,
+    evaluate,
+    load_model,
+    load_prompts,
+    model_folder,
+    parse_args,
+    peak_gb,
+    run_cost,
+    sample_hf,
+    stop,
+    timed,
+    write_json,
+)
+from verifiers import verify_batch
+
+# Letters are dimensions only: P prompts, G samples a prompt, B = P*G rows, T completion tokens, N tokens, V vocabulary.
+
+
+@dataclass
+class Args:
+    # fmt: off
+    model: str = HfArg(default="tiny/base", help="folder or hub id of the model to start from")
+    tasks: list[str] = HfArg(default_factory=lambda: ["tiny:math", "tiny:code", "tiny:science", "tiny:instruction"], help="training tasks: presets (tiny:math, gsm8k:train) or files (.jsonl .json .parquet .csv)")
+    # new to mopd:
+    teachers: list[str] = HfArg(default_factory=lambda: [f"{d}=runs/speedrun/{d}" for d in ("math", "code", "science", "instruction")], help="DOMAIN=folder or hub id, one for each domain of --tasks; experts that started from --model")
+    kl: Literal["sampled", "full"] = HfArg(default="full", help="sampled: the drawn token's log-ratio as its advantage (the paper); full: the exact KL, two (tokens, vocabulary) passes")
+    advantage_clip: float = HfArg(default=5.0, help="bound of the sampled form's advantages, in nats")
+    domain_weight: Literal["tokens", "rows", "equal"] = HfArg(default="tokens", help="who weighs what: each token alike (long domains weigh more), each row alike, or each domain alike")
+    proportions: list[str] = HfArg(default_factory=lambda: ["natural"], help="how often each domain is drawn: natural (by its number of tasks), uniform, or weights: math=2 code=1 ...")
+    eval_tasks: list[str] = HfArg(default_factory=list, help="tasks scored before and after training; empty: the validation split of a tiny preset, else none")
+    out: str = HfArg(default="", help="run folder; empty: runs/<script>-<time>")
+    seed: int = HfArg(default=0, help="seed of the domains drawn, the task order and every sample")
+    steps: int = HfArg(default=60, help="sample-score-update rounds")
+    prompts_per_step: int = HfArg(default=64, help="P, prompts a step; the batch is P * num_generations completions")
+    num_generations: int = HfArg(default=1, help="G, completions a prompt; more prompts usually teach more than more completions")
+    max_prompt_length: int = HfArg(default=512, help="tokens; tasks with longer prompts are left out, and counted")
+    max_completion_length: int = HfArg(default=48, help="tokens sampled at the most; time and memory grow with it")
+    temperature: float = HfArg(default=1.0, help="sampling temperature; the KL is taken at 1 whatever it is")
+    learning_rate: float = HfArg(default=7e-4, help="peak AdamW rate; the default suits the tiny world, real models want about 1e-6")
+    warmup_steps: int = HfArg(default=3, help="steps of linear warm-up")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, to 0 at the last step")
+    max_grad_norm: float = HfArg(default=1.0, help="the gradient is scaled down to this norm")
+    weight_decay: float = HfArg(default=0.0, help="AdamW's decoupled weight decay")
+    tokens_per_microbatch: int = HfArg(default=8192, help="padded tokens in one forward/backward; lower it when training runs out of memory")
+    slots: int = HfArg(default=256, help="completions sampled side by side; lower it when sampling runs out of memory")
+    sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
+    data_dir: str = HfArg(default="", help="folder with local copies of the presets: DATA_DIR/<preset>/<split>.jsonl|json|parquet")
+    device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
+    dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
+    eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
+    eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
+    eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
+    save_every: int = HfArg(default=20, help="steps between saves of the state that --resume continues from; 0: never")
+    resume: bool = HfArg(default=False, help="continue the run in --out, or start it when nothing is saved there")
+    # fmt: on
+
+    def __post_init__(self):
+        least = dict(num_generations=1, prompts_per_step=1, steps=1, max_completion_length=1, slots=1, eval_samples=1)
+        least |= dict(tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0)
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                stop(f"--{name} must be {value} or more")
+        for name in ("temperature", "learning_rate", "max_grad_norm", "advantage_clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                stop(f"--{name} must be above 0, not {getattr(self, name)}")
+        if not all("=" in teacher for teacher in self.teachers):
+            stop("--teachers takes DOMAIN=folder pairs: math=runs/math code=runs/code")
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.dtype == "auto":
+            bfloat16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
+            self.dtype = "bfloat16" if bfloat16 else "float32"
+        self.out = self.out or f"runs/mopd-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+# ------------------------------------------------------------------------------------------------------ sampler
+
+
+class Rollouts(NamedTuple):
+    """B = P*G completions, prompt by prompt; T is the largest max_completion_length."""
+
+    tokens: torch.Tensor  # (B, T) int64, pad_id after the end
+    lengths: torch.Tensor  # (B,) int64 completion tokens, the EOS counted
+    logprobs: torch.Tensor  # (B, T) float32, of each token under the distribution it was drawn from; 0 after the end
+    finished: torch.Tensor  # (B,) bool: ended by itself, not cut at max_completion_length
+
+
+def draw(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
+    """One token a row by inverting the CDF: the first token whose cumulative probability passes the row's uniform.
+
+    logits (b, V) float32, uniforms (b,) float64 in [0, 1) -> tokens (b,), their log-probabilities (b,).
+    """
+    if temperature == 0:  # all the mass is on one token, whose log-probability is 0
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p < 1:  # keep the smallest set of tokens whose mass reaches top_p
+        ordered, index = logits.sort(descending=True)
+        mass = ordered.softmax(-1)
+        dropped = mass.cumsum(-1) - mass >= top_p
+        dropped[:, 0] = False
+        logits = logits.masked_fill(dropped.scatter(-1, index, dropped), -math.inf)
+    weights = (logits - logits.max(-1, keepdim=True).values).exp()  # (b, V), softmax before it is normalised
+    cdf = weights.cumsum(-1)
+    total = cdf[:, -1:].clone()
+    tokens = torch.searchsorted(cdf, (uniforms.to(cdf)[:, None] * total), right=True)
+    # Rounding can carry u * total up to total itself; the last token that still adds mass is then the right one.
+    tokens = torch.minimum(tokens, torch.searchsorted(cdf, total)).squeeze(-1)
+    return tokens, (weights.gather(-1, tokens[:, None]) / total).log().squeeze(-1)
+
+
+@torch.no_grad()
+def sample(
+    model, prompts, *, num_generations, max_completion_length, eos_ids, pad_id, temperature=1.0, top_p=1.0, top_k=0,
+    seed=0, first_row=0, slots=None,
+):  # fmt: skip
+    """Sample num_generations completions of each prompt (a list of token ids) -> Rollouts.
+
+    What makes it faster than model.generate: a prompt goes through the model once and its KV is expanded to the group,
+    rows leave the batch as soon as they end, and only the last position goes through the lm_head. Row r draws its t-th
+    token with the t-th uniform of the generator (seed, first_row + r), so a completion depends neither on `slots`
+    (rows side by side, None: all) nor on who shares the batch, up to floating point.
+    """
+    B, device = len(prompts) * num_generations, model.device
+    caps = torch.as_tensor(max_completion_length).expand(B)  # an int, or one per row
+    T = int(caps.max())
+    uniforms = [np.random.Generator(np.random.Philox(key=[seed, first_row + row])).random(T) for row in range(B)]
+    uniforms, caps = torch.from_numpy(np.stack(uniforms)), caps.to(device)
+    uniforms = uniforms.to(device, torch.float32 if device.type == "mps" else torch.float64)
+    eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+    tokens = torch.full((B, T), pad_id, device=device)  # (B, T)
+    logprobs = torch.zeros((B, T), device=device)  # (B, T)
+    lengths = torch.zeros(B, dtype=torch.long, device=device)
+    finished = torch.zeros(B, dtype=torch.bool, device=device)
+
+    for start in range(0, B, slots or B):
+        rows = torch.arange(start, min(start + (slots or B), B), device=device)
+        owner = rows // num_generations - start // num_generations  # the row's prompt, counted within this chunk
+        batch = prompts[start // num_generations :][: int(owner[-1]) + 1]
+        longest = max(map(len, batch))
+        ids = torch.tensor([[pad_id] * (longest - len(p)) + p for p in batch], device=device)  # padded on the left
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch], device=device)
+        position = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=model.config)
+        forward = dict(cache=cache, use_cache=True, logits_to_keep=1)
+        logits = model(ids, attention_mask=mask, position_ids=position, **forward).logits[:, -1]
+        cache.batch_select_indices(owner)  # prefilled once a prompt, now one copy a sample
+        logits, mask, position = logits[owner], mask[owner], position[owner, -1:]
+        for t in range(T):
+            token, logprob = draw(logits.float(), uniforms[rows, t], temperature, top_p, top_k)
+            ended = torch.isin(token, eos)
+            tokens[rows, t], logprobs[rows, t], lengths[rows], finished[rows] = token, logprob, t + 1, ended
+            going = (~ended & (t + 1 < caps[rows])).nonzero().squeeze(-1)
+            if len(going) == 0:
+                break
+            if len(going) < len(rows):  # finished rows leave, and take their KV along
+                rows, token, mask, position = rows[going], token[going], mask[going], position[going]
+                cache.batch_select_indices(going)
+            mask, position = F.pad(mask, (0, 1), value=1), position + 1
+            logits = model(token[:, None], attention_mask=mask, position_ids=position, **forward).logits[:, -1]
+    return Rollouts(tokens, lengths, logprobs, finished)
+
+
+# -------------------------------------------------------------------------------------------------------- maths
+
+
+def sampled_kl_loss(logprobs, teacher_logprobs, sampler_logprobs, mask, *, normalizer, advantage_clip=5.0):
+    """Policy gradient of the reverse KL from the drawn tokens alone, all (B, T) -> scalar.
+
+    A = -sg[log pi_s - log pi_t], clipped; its gradient is unbiased for that of KL(pi_s || pi_t) by token (future tokens
+    are not credited). w = sg[pi_s / mu] corrects for the sampler mu inside [0.5, 2] and drops the token outside
+    (arXiv 2603.19220, section 4.4). `normalizer` as in GRPO: a number or (B, 1), of the whole batch.
+
+    >>> p = torch.tensor([[0.5]]).log()  # the teacher finds the token twice as likely: A = log 2, pushed up
+    >>> sampled_kl_loss(p, p + math.log(2), p, torch.ones(1, 1), normalizer=1)  # -log(2) * log(0.5)
+    tensor(0.4805)
+    """
+    advantages = (teacher_logprobs - logprobs).detach().clamp(-advantage_clip, advantage_clip)  # (B, T)
+    weights = (logprobs.detach() - sampler_logprobs).exp()
+    weights = weights * ((weights >= 0.5) & (weights <= 2))
+    return -(weights * advantages * logprobs * mask / normalizer).sum()
+
+
+def full_kl_loss(hidden, teacher_hidden, lm_head, teacher_head, chunk=512):
+    """KL(p_s || p_t) by token over the whole vocabulary, (N, H) twice -> (N,): sum_v p_s (log p_s - log p_t).
+
+    The (N, V) distributions are never held: they are made `chunk` tokens at a time and again in the backward pass.
+
+    >>> same = torch.nn.Identity()  # logits as they are: p_s = (1/2, 1/2), p_t = (1/4, 3/4)
+    >>> full_kl_loss(torch.zeros(1, 2), torch.tensor([[0.0, math.log(3.0)]]), same, same)  # log(2)/2 + log(2/3)/2
+    tensor([0.1438])
+    """
+
+    def kl_of(hidden, teacher_hidden):
+        student = lm_head(hidden).float().log_softmax(-1)  # (chunk, V)
+        teacher = teacher_head(teacher_hidden).float().log_softmax(-1)
+        # The other half of the derivative, sum_v p_s grad log p_s, is zero; without it the gradient is exactly 0 where
+        # student and teacher agree, and not a rounding error that Adam would scale up.
+        return (student.exp() * (student - teacher).detach()).sum(-1)
+
+    pieces = zip(hidden.split(chunk), teacher_hidden.split(chunk))
+    return torch.cat([checkpoint(kl_of, s, t, use_reentrant=False) for s, t in pieces])
+
+
+def token_logprobs(hidden, lm_head, targets, temperature=1.0, chunk=1024):
+    """log softmax(lm_head(hidden) / temperature)[target] by token: (N, H), (N,) -> (N,) float32.
+
+    The (N, V) logits are never held: they are made `chunk` tokens at a time and made again in the backward pass. At
+    V = 150,000 and N = 8,192 they would be 4.9 GB in float32, and their gradient as much again.
+
+    >>> head = torch.nn.Linear(1, 2, bias=False)
+    >>> _ = torch.nn.init.zeros_(head.weight)
+    >>> token_logprobs(torch.ones(3, 1), head, torch.tensor([0, 1, 0]), chunk=2).exp()
+    tensor([0.5000, 0.5000, 0.5000], grad_fn=<ExpBackward0>)
+    """
+
+    def logprobs_of(hidden, targets):
+        logits = lm_head(hidden).float() / temperature  # (chunk, V)
+        return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+    if len(targets) <= chunk:
+        return logprobs_of(hidden, targets)
+    pieces = zip(hidden.split(chunk), targets.split(chunk))
+    return torch.cat([checkpoint(logprobs_of, h, t, use_reentrant=False) for h, t in pieces])
+
+
+def completion_hidden(model, prompts, tokens, lengths, pad_id):
+    """Hidden states that predict the completion tokens -> (N, H), row by row, N = lengths.sum(); and their mask (b, T).
+
+    prompts: b lists of token ids; tokens (b, T); lengths (b,). Rows are prompt + completion, padded on the right; the
+    position before a completion token predicts it, so only those go on to the lm_head.
+    """
+    device, T = tokens.device, int(lengths.max())
+    starts = torch.tensor([len(p) for p in prompts], device=device)
+    width = int((starts + lengths).max())
+    rows = [p + row[:n].tolist() for p, row, n in zip(prompts, tokens.cpu(), lengths.tolist())]
+    ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows], device=device)  # (b, width)
+    attention_mask = torch.arange(width, device=device) < (starts + lengths)[:, None]
+    hidden = model.base_model(ids, attention_mask=attention_mask.long(), use_cache=False).last_hidden_state
+    mask = torch.arange(T, device=device) < lengths[:, None]  # (b, T), from lengths: pad_id may equal the EOS
+    row, t = mask.nonzero(as_tuple=True)
+    return hidden[row, starts[row] - 1 + t], mask
+
+
+def micro_batches(lengths, budget):
+    """Split rows into lists of indices, sorted by length, each at most `budget` tokens when padded to its longest.
+
+    >>> micro_batches([5, 1, 2, 4], budget=8)
+    [[1, 2], [3], [0]]
+    """
+    batches = [[]]
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batches[-1] and (len(batches[-1]) + 1) * lengths[row] > budget:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def lr_factor(step, steps, warmup_steps, kind):
+    """Share of the peak learning rate at `step` (0 is the first, and it already moves).
+
+    >>> [lr_factor(step, 4, 2, "linear") for step in range(4)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
+
+
+# --------------------------------------------------------------------------------------------------- run folder
+
+
+def open_run(args, device):
+    """Make the run folder -> the saved state to continue from, or None. A folder that holds a run needs --resume."""
+    out, state, new = Path(args.out), None, dataclasses.asdict(args)
+    if (out / "args.json").exists():
+        if not args.resume:
+            stop(f"{out} already holds a run: continue it with --resume, or choose another --out")
+        old, free = json.loads((out / "args.json").read_text()), ("out", "resume", "save_every", "slots", "device")
+        if changed := [name for name in new if name not in free and old.get(name) != new[name]]:
+            stop(f"{out} was started with another --{', --'.join(changed)}: give the same, or choose another --out")
+    (out / "state").mkdir(parents=True, exist_ok=True)
+    if (out / "state" / "last.pt").exists():
+        state = torch.load(out / "state" / "last.pt", map_location=device, weights_only=True)
+        print(f"{out}: continues after step {state['step']}")
+    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):  # lines after the save will be written again
+        path = out / name
+        lines = path.read_text().splitlines(keepends=True) if state and path.exists() else []
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= state["step"]))
+    write_json(out / "args.json", new)
+    return state
+
+
+def save_model(model, tokenizer, out):
+    """Write weights and config in the Hugging Face format; the tokenizer's files are copied byte for byte."""
+    model.save_pretrained(out)
+    for path in Path(tokenizer.name_or_path).iterdir():
+        if path.name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")):
+            shutil.copyfile(path, Path(out) / path.name)
+
+
+def domain_weights(proportions, sizes):
+    """Share of each domain in the prompts drawn; sizes: {domain: number of tasks}.
+
+    >>> domain_weights(["natural"], {"math": 30, "code": 10})
+    {'math': 0.75, 'code': 0.25}
+    >>> domain_weights(["math=1", "code=4"], {"math": 30, "code": 10})
+    {'math': 0.2, 'code': 0.8}
+    """
+    if proportions in (["natural"], ["uniform"]):
+        weights = {domain: size if proportions == ["natural"] else 1 for domain, size in sizes.items()}
+    else:
+        try:
+            weights = {domain: float(weight) for domain, weight in (pair.split("=") for pair in proportions)}
+        except ValueError:
+            stop(f"--proportions takes natural, uniform, or DOMAIN=WEIGHT pairs, not {' '.join(proportions)}")
+        if set(weights) != set(sizes) or min(weights.values()) < 0 or not 0 < sum(weights.values()) < math.inf:
+            stop(f"--proportions must give each of {', '.join(sizes)} a weight of 0 or more, and not all 0")
+    return {domain: weights[domain] / sum(weights.values()) for domain in sizes}
+
+
+def draw_domains(weights, count, uniform):
+    """`count` domains, each as often as its weight says to within one (systematic sampling: one uniform, even steps).
+
+    >>> draw_domains({"math": 0.75, "code": 0.25}, 4, 0.5)
+    ['math', 'math', 'math', 'code']
+    """
+    edges = np.cumsum(list(weights.values()))
+    places = np.searchsorted(edges, (np.arange(count) + uniform) / count * edges[-1], side="right")
+    return [list(weights)[min(place, len(weights) - 1)] for place in places]
+
+
+# new to mopd:
+def teacher_folders(teachers, model, tokenizer, domains):
+    """{domain: folder} of --teachers; each must speak the student's language: same vocabulary, same chat template."""
+    folders = {domain: model_folder(name) for domain, _, name in (teacher.partition("=") for teacher in teachers)}
+    if missing := [domain for domain in domains if domain not in folders]:
+        stop(f"--teachers names none for {', '.join(missing)}: add {missing[0]}=FOLDER, or leave its tasks out")
+    for domain, folder in folders.items():
+        other = AutoTokenizer.from_pretrained(folder)
+        if other.get_vocab() != tokenizer.get_vocab() or other.chat_template != tokenizer.chat_template:
+            stop(
+                f"the {domain} teacher {folder} has another vocabulary or chat template than the student: no distillation"
+            )
+        if AutoConfig.from_pretrained(folder).vocab_size != model.config.vocab_size:
+            stop(f"the {domain} teacher {folder} has another vocabulary size than the student: no distillation")
+    return {domain: os.path.realpath(folders[domain]) for domain in domains}
+
+
+# new to mopd:
+@torch.no_grad()
+def load_weights(module, folder):
+    """Copy the weights in `folder` into the one resident teacher, from memory-mapped files, tensor by tensor."""
+    targets, loaded = module.state_dict(), set()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                if name not in targets or targets[name].shape != tensor.shape:
+                    stop(f"{path}: {name} {tuple(tensor.shape)} does not fit the student's architecture")
+                targets[name].copy_(tensor)
+                loaded.add(targets[name].data_ptr())  # tied weights are stored once and share their memory
+    if missing := [name for name, tensor in targets.items() if tensor.data_ptr() not in loaded]:
+        stop(
+            f"{folder} lacks {len(missing)} of the teacher's tensors, {missing[0]} for one: is it whole, in safetensors?"
+        )
+
+
+def nth_task(tasks, position, seed):
+    """The task at `position` of an endless sequence: every epoch holds each task once, in an order of its own."""
+    epoch, index = divmod(position, len(tasks))
+    return tasks[np.random.default_rng([seed, epoch]).permutation(len(tasks))[index]]
+
+
+def main():
+    args = parse_args(Args, __doc__)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    P, G = args.prompts_per_step, args.num_generations
+
+    model, tokenizer, eos_ids, pad_id = load_model(args.model, device)
+    context = getattr(model.config, "max_position_embeddings", None) or math.inf
+    max_prompt_length = int(min(args.max_prompt_length, context - args.max_completion_length))
+    if max_prompt_length < 1:
+        stop(f"--max_completion_length leaves no room for a prompt in the model's context of {context} tokens")
+    tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args.data_dir)
+    tiny = all(spec.split(":")[0] == "tiny" for spec in args.tasks)  # the tiny world brings its validation split along
+    domains = dict.fromkeys(task["domain"] for task in tasks)
+    pools = {domain: [task for task in tasks if task["domain"] == domain] for domain in domains}
+    weights = domain_weights(args.proportions, {domain: len(pool) for domain, pool in pools.items()})
+    eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
+    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args.data_dir, args.eval_limit)
+
+    # new to mopd: one teacher's weights in memory at a time, whatever the number of teachers
+    teachers, resident = teacher_folders(args.teachers, model, tokenizer, pools), None
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=args.weight_decay)
+    cost = {"tokens_sampled": 0, "tokens_trained": 0, "tokens_scored": 0, "teacher_tokens": 0, "seconds": {}}
+    done, position, before = 0, dict.fromkeys(pools, 0), None
+    out, state = Path(args.out), open_run(args, device)
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, position, before, cost = (state[key] for key in ("step", "position", "before", "cost"))
+    # The learner keeps float32 weights: a bfloat16 weight would swallow updates 256 times smaller than itself.
+    actor = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+    sampler = dict(max_completion_length=args.max_completion_length, eos_ids=eos_ids, pad_id=pad_id, slots=args.slots)
+    draw_completions = sample if args.sampler == "fast" else sample_hf
+
+    def validate():
+        """Mean score by domain on eval_tasks; the same seed each time, so that models meet the same draws."""
+        with timed(cost["seconds"], "eval", device):
+            how = dict(samples=args.eval_samples, seed=args.seed, draw_completions=draw_completions, **sampler)
+            domains, _ = evaluate(actor, eval_tasks, tokenizer, **how)
+        return {name: sum(d["counts"]) / (d["n"] * len(d["counts"])) for name, d in domains.items()}
+
+    parameters = sum(weight.numel() for weight in model.parameters())
+    print(f"{out}: {len(tasks)} tasks, {parameters:,} parameters, {args.dtype} on {device}. The first prompt:")
+    print(tokenizer.decode(nth_task(tasks, 0, args.seed)["ids"]))
+    before = before or validate()
+    gap_checked = False
+    progress = tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step", dynamic_ncols=True)
+    for step in progress:
+        step_start, seconds, sampled = time.perf_counter(), {}, 0
+
+        # 1. The student samples; the verifier's reward is only logged.
+        batch, uniform = [], np.random.default_rng([args.seed, step]).random()
+        for domain in draw_domains(weights, P, uniform):
+            batch.append(nth_task(pools[domain], position[domain], args.seed))
+            position[domain] += 1
+        with timed(seconds, "sample", device):
+            rollouts = draw_completions(
+                actor, [task["ids"] for task in batch], num_generations=G, temperature=args.temperature,
+                seed=(args.seed << 32) + step, **sampler,
+            )  # fmt: skip
+            texts = [
+                tokenizer.decode(t[:n], skip_special_tokens=True) for t, n in zip(rollouts.tokens, rollouts.lengths)
+            ]
+        with timed(seconds, "verify", device):
+            owners = [task for task in batch for _ in range(G)]
+            scores = verify_batch([(task["verifier"], text, task["answer"]) for task, text in zip(owners, texts)])
+        sampled, rewards = int(rollouts.lengths.sum()), torch.tensor(scores).view(P, G)
+
+        # 2. Who weighs what: the loss is a sum over tokens divided by this, by row and for the whole batch.
+        members = {d: [row for row, task in enumerate(owners) if task["domain"] == d] for d in pools}
+        members = {domain: rows for domain, rows in members.items() if rows}
+        tokens = {domain: int(rollouts.lengths[rows].sum()) for domain, rows in members.items()}
+        normalizer = {
+            "tokens": torch.full((P * G, 1), sampled, device=device),
+            "rows": (P * G * rollouts.lengths)[:, None],
+            "equal": torch.tensor([[len(tokens) * tokens[task["domain"]]] for task in owners], device=device),
+        }[args.domain_weight]  # (B, 1)
+
+        # 3. Update. The rows are grouped by domain, so that each teacher's weights are loaded once a step.
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * lr_factor(step, args.steps, args.warmup_steps, args.lr_scheduler_type)
+        prompt_ids = [task["ids"] for task in owners]
+        totals, kl_sums, gradients = dict.fromkeys(("loss", "gap", "tokens"), 0.0), {}, {}
+        with timed(seconds, "train", device):
+            for domain, rows_of_domain in members.items():
+                if resident != teachers[domain]:
+                    load_weights(teacher, teachers[domain])
+                    resident = teachers[domain]
+                row_tokens = [len(prompt_ids[row]) + int(rollouts.lengths[row]) for row in rows_of_domain]
+                for index in micro_batches(row_tokens, args.tokens_per_microbatch):
+                    rows = torch.tensor(rows_of_domain, device=device)[index]
+                    which = ([prompt_ids[row] for row in rows], rollouts.tokens[rows], rollouts.lengths[rows], pad_id)
+                    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                        hidden, mask = completion_hidden(model, *which)  # (N, H), (b, T)
+                        with torch.no_grad():
+                            teacher_hidden, _ = completion_hidden(teacher, *which)
+                        heads = model.get_output_embeddings(), teacher.get_output_embeddings()
+                        targets, mu = (
+                            rollouts.tokens[rows, : mask.shape[1]][mask],
+                            rollouts.logprobs[rows, : mask.shape[1]][mask],
+                        )
+                        divide = normalizer[rows].expand(mask.shape)[mask]  # (N,)
+                        hidden.retain_grad()
+                        if args.kl == "sampled":
+                            logprobs = token_logprobs(hidden, heads[0], targets)  # (N,)
+                            teacher_logprobs = token_logprobs(teacher_hidden, heads[1], targets)
+                            kl = (logprobs - teacher_logprobs).detach()
+                            loss = sampled_kl_loss(
+                                logprobs, teacher_logprobs, mu, 1, normalizer=divide, advantage_clip=args.advantage_clip
+                            )
+                        else:
+                            with torch.no_grad():
+                                logprobs = token_logprobs(hidden, heads[0], targets)
+                            kl = full_kl_loss(hidden, teacher_hidden, *heads)
+                            loss = (kl / divide).sum()
+                    loss.backward()
+                    totals["loss"] += float(loss.detach())
+                    totals["gap"] += float((logprobs.detach() - mu).abs().sum())
+                    totals["tokens"] += len(targets)
+                    kl_sums[domain] = kl_sums.get(domain, 0.0) + float(kl.detach().sum())
+                    gradients[domain] = gradients.get(domain, 0.0) + float(hidden.grad.norm(dim=-1).sum())
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+            if actor is not model:
+                for low, full in zip(actor.parameters(), model.parameters()):
+                    low.data.copy_(full.data)
+        trained = max(1, totals["tokens"])
+        gap = totals["gap"] / trained
+        if not gap_checked and args.temperature == 1 and not gap <= (1e-3 if dtype == torch.float32 else 0.05):
+            stop(
+                f"the sampler's log-probabilities differ from a fresh forward's by {gap:.2g} on average: what samples is "
+                "not what is trained. Likely causes: logits scaled or capped after the lm_head, a kind of cache or "
+                "attention that the sampler does not know (try --sampler hf), a too coarse --dtype"
+            )
+        gap_checked = True
+
+        # 4. Write down what happened.
+        forwards = sum(map(len, prompt_ids)) + sampled
+        cost["tokens_sampled"] += sampled
+        cost["tokens_trained"] += forwards
+        cost["teacher_tokens"] += forwards
+        for phase, value in seconds.items():
+            cost["seconds"][phase] = cost["seconds"].get(phase, 0.0) + value
+        mean_reward = float(rewards.mean())
+        by_domain = {}
+        for task, row in zip(batch, rewards.mean(-1).tolist()):
+            by_domain.setdefault(task["domain"], []).append(row)
+        metrics = {
+            "step": step + 1,
+            "reward/mean": mean_reward,
+            **{f"reward/{domain}": sum(values) / len(values) for domain, values in by_domain.items()},
+            **{f"proportion/{domain}": len(values) / len(batch) for domain, values in by_domain.items()},
+            # new to mopd: how far the student is from each teacher, in nats a token, and whose gradient it follows
+            **{f"teacher/{domain}_kl": kl_sums[domain] / tokens[domain] for domain in members},
+            **{f"gradient_share/{domain}": gradients[domain] / (sum(gradients.values()) or 1) for domain in members},
+            "completion/length": float(rollouts.lengths.float().mean()),
+            "completion/truncated": float((~rollouts.finished).float().mean()),
+            "policy/loss": totals["loss"],
+            # On policy, -log pi of the sampled tokens averages to the entropy.
+            "policy/entropy": float(-rollouts.logprobs.sum() / rollouts.lengths.sum()),
+            "policy/kl": sum(kl_sums.values()) / trained,
+            "policy/sampler_gap": gap,
+            "policy/grad_norm": grad_norm,
+            "policy/learning_rate": optimizer.param_groups[0]["lr"],
+            **{f"time/{phase}": value for phase, value in seconds.items()},
+            "time/step": time.perf_counter() - step_start,
+            "tokens/sampled": sampled,
+            "memory/peak_gb": peak_gb(device),
+        }
+        add_json(out / "metrics.jsonl", metrics)
+        shown = {"step": step + 1, "prompt": batch[0]["prompt"], "completion": texts[0], "reward": scores[0]}
+        add_json(out / "samples.jsonl", {**shown, "domain": batch[0]["domain"], "answer": batch[0]["answer"]})
+        tqdm.write(
+            f"step {step + 1:4d}  reward {mean_reward:.3f}  length {metrics['completion/length']:5.1f}  "
+            f"kl {abs(metrics['policy/kl']):.4f}  entropy {metrics['policy/entropy']:.3f}  {metrics['time/step']:.2f} s"
+        )
+        if args.eval_every and (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
+            add_json(out / "evals.jsonl", {"step": step + 1, **validate()})
+        if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            saved |= {"position": position, "cost": cost, "before": before}
+            torch.save(saved, out / "state" / "last.tmp")
+            os.replace(out / "state" / "last.tmp", out / "state" / "last.pt")
+
+    after = validate()
+    save_model(model, tokenizer, out)
+    cost["seconds"]["total"] = sum(cost["seconds"].values())
+    cost |= {
+        "parameters": parameters,
+        "peak_memory_gb": peak_gb(device),
+        "device": str(device),
+        "reused": {path: run_cost(path) for path in teachers.values()},
+    }
+    write_json(out / "cost.json", cost)
+    rewards = [json.loads(line)["reward/mean"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after)
+    print(
+        f"Learnt: reward {rewards[0]:.3f} -> {rewards[-1]:.3f} on training prompts"
+        + (f"; validation avg@{args.eval_samples} {change}" if change else "")
+        + f"\nThe model lies in {out}. Next: python eval.py --models base={args.model} mopd={out}"
+    )
+
+
+if __name__ == "__main__":
+    main()
