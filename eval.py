@@ -497,6 +497,7 @@ def main():
         # A model is sampled once: it is read again while settings, folder and weights are the same as they were.
         part = out / "models" / f"{name}.json"
         key = {**settings, "folder": os.path.realpath(folder)}
+        key["files"] = [os.path.getmtime(spec) for spec in args.tasks if os.path.exists(spec)]
         key["weights"] = max((path.stat().st_mtime for path in Path(folder).glob("*.safetensors")), default=0)
         if part.exists() and (saved := json.loads(part.read_text()))["key"] == key:
             tqdm.write(f"{name}: scored before, read from {part}")

@@ -519,6 +519,10 @@ def main():
                     totals["clipped"] += float((clipped & mask).sum())
                     totals["tokens"] += int(mask.sum())
                 grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+                if not math.isfinite(grad_norm):
+                    stop(
+                        f"step {step + 1}: the gradient is not finite; lower --learning_rate (the last save still stands)"
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
             if actor is not model:

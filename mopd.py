@@ -473,9 +473,8 @@ def main():
                 actor, [task["ids"] for task in batch], num_generations=G, temperature=args.temperature,
                 seed=(args.seed << 32) + step, **sampler,
             )  # fmt: skip
-            texts = [
-                tokenizer.decode(t[:n], skip_special_tokens=True) for t, n in zip(rollouts.tokens, rollouts.lengths)
-            ]
+            ends = zip(rollouts.tokens, rollouts.lengths)
+            texts = [tokenizer.decode(row[:length], skip_special_tokens=True) for row, length in ends]
         with timed(seconds, "verify", device):
             owners = [task for task in batch for _ in range(G)]
             scores = verify_batch([(task["verifier"], text, task["answer"]) for task, text in zip(owners, texts)])
@@ -510,10 +509,7 @@ def main():
                         with torch.no_grad():
                             teacher_hidden, _ = completion_hidden(teacher, *which)
                         heads = model.get_output_embeddings(), teacher.get_output_embeddings()
-                        targets, mu = (
-                            rollouts.tokens[rows, : mask.shape[1]][mask],
-                            rollouts.logprobs[rows, : mask.shape[1]][mask],
-                        )
+                        targets, mu = (x[rows, : mask.shape[1]][mask] for x in (rollouts.tokens, rollouts.logprobs))
                         divide = normalizer[rows].expand(mask.shape)[mask]  # (N,)
                         hidden.retain_grad()
                         if args.kl == "sampled":
@@ -535,6 +531,8 @@ def main():
                     kl_sums[domain] = kl_sums.get(domain, 0.0) + float(kl.detach().sum())
                     gradients[domain] = gradients.get(domain, 0.0) + float(hidden.grad.norm(dim=-1).sum())
             grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+            if not math.isfinite(grad_norm):
+                stop(f"step {step + 1}: the gradient is not finite; lower --learning_rate (the last save still stands)")
             optimizer.step()
             optimizer.zero_grad()
             if actor is not model:
@@ -601,12 +599,8 @@ def main():
     after = validate()
     save_model(model, tokenizer, out)
     cost["seconds"]["total"] = sum(cost["seconds"].values())
-    cost |= {
-        "parameters": parameters,
-        "peak_memory_gb": peak_gb(device),
-        "device": str(device),
-        "reused": {path: run_cost(path) for path in teachers.values()},
-    }
+    reused = {path: run_cost(path) for path in teachers.values()}
+    cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": reused}
     write_json(out / "cost.json", cost)
     rewards = [json.loads(line)["reward/mean"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after)

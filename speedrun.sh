@@ -16,7 +16,7 @@ JOBS=${JOBS:-2}          # runs side by side; each uses one core (on one GPU the
 DOMAINS="math code science instruction"
 METHODS="task_arithmetic ties"
 SCALES="0.4 0.6 0.8 1.0" # merge scales tried on the validation split
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false
 mkdir -p "$OUT"
 [ "$(cat "$OUT/settings" 2>/dev/null || echo "SEED=$SEED STEPS=$STEPS")" = "SEED=$SEED STEPS=$STEPS" ] || {
     echo "speedrun.sh: $OUT holds a run with $(cat "$OUT/settings"): choose another OUT, or remove it" >&2

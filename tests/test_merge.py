@@ -1,0 +1,595 @@
+"""Merging: identities, hand-worked numbers, plain references, files that load, and every refusal."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, save_toy_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import merge
+
+METHODS = ("linear", "task_arithmetic", "ties", "dare_ties")
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """base, and the experts a, b, c: the base plus noise of their own; float32, tied embeddings, one file each."""
+    folder = tmp_path_factory.mktemp("world")
+    save_toy_model(folder / "base", seed=0, chat_template=TEMPLATE)
+    for seed, name in enumerate("abc"):
+        shutil.copytree(folder / "base", folder / name)
+        generator = torch.Generator().manual_seed(seed)
+        edit(folder / name, lambda _, w, g=generator: w + 0.02 * torch.randn(w.shape, generator=g))
+    return folder
+
+
+@pytest.fixture
+def copy(world, tmp_path):
+    """copy("a") -> a private copy of the expert, free to be spoilt."""
+    return lambda name, new=None: shutil.copytree(world / name, tmp_path / (new or name))
+
+
+@pytest.fixture
+def run(world, tmp_path, monkeypatch, capsys):
+    """run("a", folder, method="ties", ...) merges these experts of the world in this process -> (out, what it printed)."""
+
+    def call(*experts, out=tmp_path / "out", base=world / "base", **flags):
+        words = ["--base", base, "--experts", *(e if os.sep in str(e) else world / e for e in experts), "--out", out]
+        for name, value in flags.items():
+            words += [f"--{name}"] if value is True else [f"--{name}", *(value if isinstance(value, list) else [value])]
+        monkeypatch.setattr(sys, "argv", ["merge.py", *map(str, words)])
+        capsys.readouterr()
+        merge.main()
+        return out, capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def refused(run, capsys, tmp_path):
+    """As run, for what must stop with exit code 2 and one line, and leave nothing behind -> the line."""
+
+    def call(*experts, **flags):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(SystemExit) as stopped:
+            run(*experts, **flags)
+        lines = capsys.readouterr().err.splitlines()
+        assert stopped.value.code == 2 and len(lines) == 1 and lines[0].startswith("merge.py: "), lines
+        assert sorted(tmp_path.rglob("*")) == before
+        return lines[0]
+
+    return call
+
+
+def edit(folder, change, file="model.safetensors"):
+    """Rewrite a model's file with change(name, tensor) in place of each tensor; None drops it."""
+    changed = {name: change(name, tensor) for name, tensor in load_file(folder / file).items()}
+    save_file({k: v.contiguous() for k, v in changed.items() if v is not None}, folder / file, {"format": "pt"})
+    return folder
+
+
+def weights(folder):
+    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def set_json(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]), name
+
+
+def assert_close_to_one_ulp(left, right, base):
+    """base + (expert - base) rounds twice: to one unit in the last place of the larger of the two."""
+    assert left.keys() == right.keys()
+    for name in left:
+        size = torch.maximum(right[name].abs(), base[name].abs())
+        ulp = torch.nextafter(size, torch.tensor(torch.inf)) - size
+        assert ((left[name] - right[name]).abs() <= ulp).all(), name
+
+
+# -------------------------------------------------------------------------------------------------------- maths
+
+
+def test_ties_on_four_numbers_by_hand():
+    math_expert, code_expert = torch.tensor([0.4, -0.1, 0.3, 0.2]), torch.tensor([-0.3, -0.2, 0.5, 0.1])
+    # density 0.5 keeps two each: [0.4 0 0.3 0] and [-0.3 0 0.5 0]; the sums 0.1 and 0.8 elect + and +.
+    merged = merge.ties([math_expert, code_expert], [1, 1], density=0.5)
+    torch.testing.assert_close(merged, torch.tensor([0.4, 0.0, 0.4, 0.0]))
+    # Weights 1 and 3: sums 0.4 - 0.9 < 0 and 0.3 + 1.5 > 0; the means are -0.3 and 1.8/4.
+    merged = merge.ties([math_expert, code_expert], [1, 3], density=0.5)
+    torch.testing.assert_close(merged, torch.tensor([-0.3, 0.0, 0.45, 0.0]))
+
+
+def plain_ties(task_vectors, weights, density):
+    """TIES entry by entry, with a full sort."""
+    n, trimmed = len(task_vectors[0]), []
+    for tau in task_vectors:
+        least = sorted((abs(x) for x in tau), reverse=True)[max(1, round(density * n)) - 1]
+        trimmed.append([x if abs(x) >= least else 0.0 for x in tau])
+    merged = []
+    for entries in zip(*trimmed):
+        total = sum(w * x for w, x in zip(weights, entries))
+        agreeing = [(w, x) for w, x in zip(weights, entries) if x * total > 0]
+        merged.append(sum(w * x for w, x in agreeing) / sum(w for w, _ in agreeing) if agreeing else 0.0)
+    return merged
+
+
+# Small whole numbers: sums are exact, equal magnitudes and cancelling sums are common.
+vectors = st.integers(1, 4).flatmap(
+    lambda experts: st.integers(1, 40).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(-6, 6).map(float), min_size=n, max_size=n), min_size=experts, max_size=experts
+        )
+    )
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(vectors, st.sampled_from([0.05, 0.2, 0.5, 1.0]))
+def test_ties_equals_the_plain_loop(task_vectors, density):
+    factors = [1.0, 2.0, 0.5, 0.0][: len(task_vectors)]
+    taus = [torch.tensor(tau) for tau in task_vectors]
+    merged = merge.ties(taus, factors, density)
+    torch.testing.assert_close(merged, torch.tensor(plain_ties(task_vectors, factors, density)))
+    assert all(torch.equal(tau, torch.tensor(values)) for tau, values in zip(taus, task_vectors))  # inputs untouched
+
+
+@pytest.mark.parametrize("kind", ["normal", "sparse", "bfloat16", "equal", "zero", "denormal"])
+def test_threshold_equals_a_sort(kind):
+    tau = torch.randn(200_001, generator=torch.Generator().manual_seed(1)) * 1e-3
+    tau = {
+        "normal": tau,
+        "sparse": tau * (torch.arange(len(tau)) % 9 == 0),
+        "bfloat16": tau.bfloat16().float(),
+        "equal": torch.full_like(tau, -0.25),
+        "zero": torch.zeros_like(tau),
+        "denormal": tau * 1e-38,
+    }[kind]
+    ordered = tau.abs().sort(descending=True).values
+    for density in (1e-9, 0.001, 0.2, 0.5, 0.77, 1.0):
+        k = max(1, round(density * len(tau)))
+        assert merge.magnitude_threshold(tau, density) == float(ordered[k - 1])
+        if kind == "normal":  # no two are equally large here, so exactly k stay
+            assert int((merge.ties([tau], [1.0], density) != 0).sum()) == k
+
+
+def test_dare_is_unbiased_and_seeded():
+    tau = torch.tensor([1.0, -2.0, 0.5, 4.0]).repeat(50)
+    draws = torch.stack([merge.dare(tau, 0.3, np.random.default_rng(seed)) for seed in range(2000)])
+    kept = (draws != 0).float().mean()
+    assert float(kept) == pytest.approx(0.3, abs=0.003)  # 400,000 draws: 4 standard errors
+    torch.testing.assert_close(draws[draws != 0], (tau / 0.3).expand_as(draws)[draws != 0])
+    # Standard error of the mean: |tau| * sqrt(0.7/0.3/2000) = 0.034 |tau|.
+    assert ((draws.mean(0) - tau).abs() <= 5 * 0.034 * tau.abs()).all()
+    one, two = ([merge.dare_ties([tau, -tau], [1, 2], 0.5, [seed]) for _ in range(2)] for seed in (0, 1))
+    assert torch.equal(*one) and torch.equal(*two) and not torch.equal(one[0], two[0])
+
+
+def test_experts_drop_different_entries():
+    ones = torch.ones(1000)
+    alone = merge.dare_ties([ones], [1], 0.5, [7])
+    both = merge.dare_ties([ones, ones], [1, 1], 0.5, [7])
+    assert int((both != 0).sum()) > int((alone != 0).sum()) + 150  # 3/4 against 1/2
+
+
+def test_tensors_of_one_shape_drop_different_entries(world, run, copy):
+    moved = edit(copy("base", "moved"), lambda _, w: w + 1)
+    out, _ = run(moved, method="dare_ties", density=0.5)
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
+    dropped = [weights(out)[name] == weights(world / "base")[name] for name in names]
+    assert all(0.4 < float(mask.float().mean()) < 0.6 for mask in dropped) and not torch.equal(*dropped)
+
+
+def test_blocks_do_not_change_the_result(monkeypatch):
+    taus = list(torch.randn(3, 10_000, generator=torch.Generator().manual_seed(0)))
+    whole = merge.ties(taus, [1, 2, 3], 0.3), merge.dare_ties(taus, [1, 2, 3], 0.3, [5])
+    monkeypatch.setattr(merge.blocks, "__kwdefaults__", {"size": 999})
+    parts = merge.ties(taus, [1, 2, 3], 0.3), merge.dare_ties(taus, [1, 2, 3], 0.3, [5])
+    assert all(torch.equal(left, right) for left, right in zip(whole, parts))
+
+
+# --------------------------------------------------------------------------------------------------- identities
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_expert_at_scale_one_is_the_expert(world, run, method):
+    density = {} if method in ("linear", "task_arithmetic") else {"density": 1}
+    out, _ = run("a", method=method, scale=1, **density)
+    assert_close_to_one_ulp(weights(out), weights(world / "a"), weights(world / "base"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scale_zero_is_the_base(world, run, method):
+    out, _ = run("a", "b", method=method, scale=0)
+    assert_equal(weights(out), weights(world / "base"))
+
+
+@pytest.mark.parametrize("method", ["linear", "ties"])
+def test_two_equal_experts_are_one(world, run, copy, method):
+    density = {"density": 0.4} if method == "ties" else {}
+    one, _ = run("a", method=method, **density)
+    two, _ = run("a", copy("a", "twin"), out=one.with_name("two"), method=method, **density)
+    assert_equal(weights(one), weights(two))
+
+
+def test_two_equal_experts_add_up_in_task_arithmetic(run, copy):
+    one, _ = run("a", scale=1.0)
+    two, _ = run("a", copy("a", "twin"), out=one.with_name("two"), scale=0.5)
+    assert_equal(weights(one), weights(two))
+
+
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties"])
+def test_the_order_of_experts_does_not_matter(run, method):
+    one, _ = run("a", "b", "c", method=method, weights=[1, 2, 3])
+    two, _ = run("c", "a", "b", out=one.with_name("two"), method=method, weights=[3, 1, 2])
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(tensor, weights(two)[name], rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties"])
+def test_a_merge_of_files_equals_the_formula(world, run, method):
+    out, _ = run("a", "b", "c", method=method, weights=[1, 0.5, 2], scale=0.7)
+    base, members = weights(world / "base"), [weights(world / name) for name in "abc"]
+    for name, start in base.items():
+        taus = [(member[name] - start).flatten() for member in members]
+        if method == "ties":
+            merged = torch.tensor(plain_ties([tau.tolist() for tau in taus], [1, 0.5, 2], 0.2))
+        else:
+            merged = (taus[0] + 0.5 * taus[1] + 2 * taus[2]) / (3.5 if method == "linear" else 1)
+        torch.testing.assert_close(weights(out)[name], start + 0.7 * merged.view(start.shape), rtol=0, atol=1e-6)
+
+
+def test_dare_depends_on_the_seed_and_not_on_the_files(world, run, copy):
+    one, _ = run("a", "b", method="dare_ties")
+    sharded = copy("b", "sharded")
+    shard(sharded)
+    again, _ = run("a", sharded, out=one.with_name("again"), method="dare_ties", shard_size=1e-5)
+    other, _ = run("a", "b", out=one.with_name("other"), method="dare_ties", seed=1)
+    assert_equal(weights(one), weights(again))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(weights(one)[name], weights(other)[name])
+
+
+# -------------------------------------------------------------------------------------------------------- files
+
+
+def shard(folder):
+    """Split a model's file in two, the second half of the tensors first, with an index."""
+    tensors = weights(folder)
+    names = sorted(tensors, reverse=True)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_sharded_equals_unsharded_and_both_load(world, run, copy, dtype):
+    base, a = copy("base"), copy("a")
+    shard(base)
+    shard(a)
+    whole, _ = run("a", "b", dtype=dtype, scale=1)
+    parts, _ = run(a, "b", base=base, out=whole.with_name("parts"), dtype=dtype, scale=1, shard_size=1e-5)
+    assert [path.name for path in whole.glob("*.safetensors")] == ["model.safetensors"]
+    assert len(list(parts.glob("model-*-of-*.safetensors"))) > 2 and (parts / "model.safetensors.index.json").exists()
+    assert_equal(weights(whole), weights(parts))
+    exact, _ = run("a", "b", out=whole.with_name("exact"), scale=1)
+    assert_equal(weights(whole), {k: v.to(getattr(torch, dtype)) for k, v in weights(exact).items()})
+
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (whole, parts)]
+    ids = AutoTokenizer.from_pretrained(parts).apply_chat_template([{"role": "user", "content": "abc"}])["input_ids"]
+    assert ids == [1, 2, 3]
+    for model in models:
+        assert model.dtype == getattr(torch, dtype)
+        assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+        assert torch.equal(model.model.embed_tokens.weight, weights(whole)["model.embed_tokens.weight"])
+    assert torch.equal(*(model(torch.tensor([ids])).logits for model in models))
+
+
+def test_what_lies_beside_the_weights(world, run, copy):
+    a = copy("a")
+    (a / "cost.json").write_text('{"tokens_sampled": 7}')
+    out, printed = run(a, "b", method="ties", dtype="bfloat16", weights=[1, 2])
+    recipe = json.loads((out / "args.json").read_text())
+    assert recipe["method"] == "ties" and recipe["weights"] == [1, 2] and recipe["density"] == 0.2
+    assert recipe["scale"] == [1.0] and recipe["experts"] == [str(a), str(world / "b")] and recipe["out"] == str(out)
+    cost = json.loads((out / "cost.json").read_text())
+    assert cost["reused"] == {str(a): {"tokens_sampled": 7}, str(world / "b"): None} and cost["device"] == "cpu"
+    assert cost["tokens_sampled"] == cost["tokens_trained"] == cost["teacher_tokens"] == 0
+    assert 0 < cost["seconds"]["merge"] <= cost["seconds"]["total"] and 0.05 < cost["peak_memory_gb"] < 50
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (out / name).read_bytes() == (world / "base" / name).read_bytes()
+    assert f"python eval.py --models base={world / 'base'} merge-ties={out}" in printed
+    assert not list(out.parent.glob(".*"))
+
+
+def test_several_scales_in_one_pass(run, tmp_path):
+    run("a", "b", scale=[0.5, 1.0], out=tmp_path / "merge-{scale}")
+    for scale in ("0.5", "1.0"):
+        alone, _ = run("a", "b", scale=scale, out=tmp_path / f"alone-{scale}")
+        assert_equal(weights(tmp_path / f"merge-{scale}"), weights(alone))
+        assert json.loads((tmp_path / f"merge-{scale}" / "args.json").read_text())["scale"] == [float(scale)]
+
+
+def test_dtypes_are_mixed_in_float32(world, run, copy):
+    low = edit(copy("a"), lambda _, w: w.bfloat16())
+    out, printed = run(low, scale=1)
+    expected = {name: w.bfloat16().float() for name, w in weights(world / "a").items()}
+    assert_close_to_one_ulp(weights(out), expected, weights(world / "base"))
+    assert "16 bits" in printed
+
+
+def test_a_head_stored_beside_its_tied_embeddings(world, run, copy):
+    twice = copy("a")
+    tensors = weights(twice)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, twice / "model.safetensors", {"format": "pt"})
+    plain, _ = run("a", "b", method="dare_ties")
+    out, _ = run(twice, "b", out=plain.with_name("twice"), method="dare_ties")
+    assert_equal(weights(out), weights(plain))
+
+
+def test_integers_are_copied(run, copy, refused):
+    extra = {"steps": torch.tensor(3), "mask": torch.tensor([True, False, True]), "ids": torch.arange(5)}
+    folders = [copy(name) for name in ("base", "a")]
+    for folder in folders:
+        save_file({**weights(folder), **extra}, folder / "model.safetensors", {"format": "pt"})
+    out, _ = run(folders[1], base=folders[0], dtype="bfloat16")
+    merged = weights(out)
+    assert all(torch.equal(merged[name], tensor) for name, tensor in extra.items())
+    content = (out / "model.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    for name, tensor in merged.items():  # readers that map the file want each tensor aligned
+        assert header[name]["data_offsets"][0] % tensor.itemsize == 0
+    assert merged["mask"].dtype == torch.bool and merged["model.norm.weight"].dtype == torch.bfloat16
+    edit(folders[1], lambda name, w: w + 1 if name == "ids" else w)
+    line = refused(folders[1], base=folders[0], out=out.with_name("second"))
+    assert str(folders[1] / "model.safetensors") in line and "ids (I64) differs" in line
+
+
+def test_an_expert_equal_to_the_base_is_pointed_out(world, run, copy):
+    out, printed = run("a", copy("base", "untrained"), scale=1)
+    assert_close_to_one_ulp(weights(out), weights(world / "a"), weights(world / "base"))
+    lines = [line for line in printed.splitlines() if "equals the base" in line]
+    assert len(lines) == 1 and "untrained" in lines[0]
+
+
+def test_trainers_may_rewrite_the_tokenizer(run, copy):
+    a = copy("a")
+    set_json(a / "tokenizer.json", truncation={"max_length": 8, "strategy": "LongestFirst"})
+    text = (a / "chat_template.jinja").read_text()
+    (a / "chat_template.jinja").unlink()
+    set_json(a / "tokenizer_config.json", chat_template=text)  # as older versions of transformers keep it
+    run(a, "b")
+
+
+def test_an_earlier_merge_is_replaced_only_when_told(run, refused):
+    out, _ = run("a", scale=1)
+    before = weights(out)
+    assert "--overwrite" in refused("b", out=out)
+    assert_equal(weights(out), before)
+    run("b", out=out, scale=1, overwrite=True)
+    assert not torch.equal(weights(out)["model.norm.weight"], before["model.norm.weight"])
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_a_folder_that_is_no_merge_is_never_replaced(world, copy, refused):
+    a = copy("a")
+    assert "not empty" in refused("b", out=a, overwrite=True)
+    assert "not empty" in refused("b", out=a.parent, overwrite=True)
+    assert_equal(weights(a), weights(world / "a"))
+
+
+def test_an_empty_folder_will_do(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    run("a")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_killed_merge_leaves_nothing_that_loads(world, tmp_path, run):
+    # The merge is held at its fifth tensor, with the file half written, and killed there.
+    script = (
+        "import sys, time, merge\nfold = merge.task_arithmetic\ncalls = []\n"
+        "def slow(*how):\n    calls.append(1)\n    if len(calls) == 5:\n        print('there', flush=True)\n"
+        "        time.sleep(60)\n    return fold(*how)\n"
+        "merge.METHODS['task_arithmetic'] = (slow, 1.0, None)\nmerge.main()\n"
+    )
+    out = tmp_path / "out"
+    flags = ["--base", world / "base", "--experts", world / "a", world / "b", "--out", out]
+    process = subprocess.Popen([sys.executable, "-c", script, *map(str, flags)], stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout.readline() == b"there\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    left = list(tmp_path.iterdir())
+    assert not out.exists() and [path.name for path in left] == [".out.partial"]
+    for loads in (AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained):
+        with pytest.raises((OSError, ValueError)):
+            loads(left[0])
+    run("a", "b")  # the next merge takes its place
+    AutoModelForCausalLM.from_pretrained(out)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="resident memory is read from /proc")
+def test_memory_does_not_grow_with_depth(tmp_path, run, monkeypatch):
+    """32 tensors of 2 MB in three models: what is resident at the last is what was at the fifth, to 20 of 160 MB."""
+    for seed, name in enumerate(("base", "a", "b")):
+        (tmp_path / name).mkdir()
+        tensors = {f"layer.{i}": torch.full((1024, 512), float(seed + i)) for i in range(32)}
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+    resident = []
+
+    def watched(*how, **more):
+        status = open("/proc/self/status").read()
+        resident.append(int(status.split("VmRSS:")[1].split()[0]) / 1e3)
+        return merge.ties(*how, **more)
+
+    monkeypatch.setitem(merge.METHODS, "ties", (watched, 1.0, 0.2))
+    run(tmp_path / "a", tmp_path / "b", base=tmp_path / "base", method="ties")
+    assert len(resident) == 32 and resident[-1] - resident[4] < 20, resident
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"density": 0}, ["--density", "no effect", "task_arithmetic"]),
+        ({"method": "ties", "density": 0}, ["--density", "above 0"]),
+        ({"method": "ties", "density": 1.5}, ["--density", "1.5"]),
+        ({"weights": [1]}, ["--weights", "2"]),
+        ({"weights": [1, "nan"]}, ["--weights", "finite"]),
+        ({"scale": "inf"}, ["--scale", "finite"]),
+        ({"method": "linear", "weights": [1, -1]}, ["--weights", "linear"]),
+        ({"method": "ties", "weights": [0, 0]}, ["--weights", "not all 0"]),
+        ({"scale": [0.5, 1]}, ["{scale}", "--out"]),
+        ({"scale": [1, 1.0], "out": "x-{scale}"}, ["different values"]),
+        ({"seed": -1}, ["--seed"]),
+        ({"shard_size": 0}, ["--shard_size"]),
+        ({"method": "slerp"}, ["slerp", "task_arithmetic"]),
+        ({"lambda": 1}, ["unknown argument --lambda"]),
+        ({"base": "no/such"}, ["no/such", "folder, or a hub id"]),
+    ],
+)
+def test_wrong_flags(refused, flags, words):
+    line = refused("a", "b", **flags)
+    assert all(word in line for word in words), line
+
+
+def test_without_arguments_and_without_experts(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["merge.py"])
+    with pytest.raises(SystemExit):
+        merge.main()
+    assert "bash speedrun.sh" in capsys.readouterr().err
+
+
+def test_the_base_or_an_expert_twice(world, refused, tmp_path):
+    assert "named twice" in refused("a", "base")
+    assert "named twice" in refused("a", "b", "a")
+    (tmp_path / "link").symlink_to(world / "a")
+    assert f"{tmp_path / 'link'} is named twice" in refused("a", tmp_path / "link")
+
+
+def grown(name, tensor):
+    return torch.cat([tensor, tensor[:1]]) if name == "model.norm.weight" else tensor
+
+
+def without_norm(name, tensor):
+    return None if name == "model.norm.weight" else tensor
+
+
+def spoilt(value):
+    def change(name, tensor):
+        if name == "model.layers.1.mlp.up_proj.weight":
+            tensor[3, 5] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (grown, ["model.norm.weight", "[33]", "[32]"]),
+        (without_norm, ["lacks model.norm.weight"]),
+        (spoilt(float("nan")), ["model.safetensors: model.layers.1.mlp.up_proj.weight", "NaN"]),
+        (spoilt(float("-inf")), ["model.safetensors: model.layers.1.mlp.up_proj.weight", "infinite"]),
+        (lambda name, w: w.int() if name == "model.norm.weight" else w, ["model.norm.weight", "I32", "float"]),
+    ],
+)
+def test_other_tensors(copy, refused, change, words):
+    expert = edit(copy("a"), change)
+    line = refused("b", expert)
+    assert str(expert) in line and all(word in line for word in words), line
+
+
+def test_an_extra_tensor(copy, refused):
+    expert = copy("a")
+    tensors = weights(expert)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1  # untied in training
+    save_file(tensors, expert / "model.safetensors", {"format": "pt"})
+    assert "lm_head.weight is not in the base" in refused("b", expert)
+
+
+def test_a_base_that_holds_nan(copy, refused):
+    base = edit(copy("base"), spoilt(float("nan")))
+    assert f"{base / 'model.safetensors'}: model.layers.1.mlp.up_proj.weight holds NaN" in refused("a", base=base)
+
+
+def test_a_merge_that_overflows(refused):
+    assert "model.embed_tokens.weight: float16 cannot hold" in refused("a", dtype="float16", scale=1e9)
+
+
+def test_other_tokenizers_and_templates(copy, run, refused):
+    a = copy("a")
+    (a / "chat_template.jinja").write_text(TEMPLATE + " ")
+    assert "chat_template.jinja" in refused(a)
+    out, _ = run(a, ignore_tokenizer=True)
+    assert (out / "chat_template.jinja").read_text() == TEMPLATE
+    b = copy("b")
+    vocabulary = json.loads((b / "tokenizer.json").read_text())["model"]
+    swapped = {**vocabulary["vocab"], "a": vocabulary["vocab"]["b"], "b": vocabulary["vocab"]["a"]}
+    set_json(b / "tokenizer.json", model={**vocabulary, "vocab": swapped})
+    line = refused(b, out=out.with_name("second"))
+    assert str(b) in line and "tokenizer.json" in line and "--ignore_tokenizer" in line
+
+
+def test_another_start(world, copy, refused):
+    a, elsewhere = copy("a"), copy("base", "elsewhere")
+    (a / "args.json").write_text(json.dumps({"model": str(elsewhere)}))
+    assert f"give --base {elsewhere}" in refused(a)
+    (a / "args.json").write_text(json.dumps({"model": str(world / "base")}))
+    set_json(a / "config.json", num_attention_heads=2)
+    assert "num_attention_heads is 2, in the base 4" in refused(a)
+
+
+def test_broken_folders(copy, refused):
+    a = copy("a")
+    (a / "model.safetensors").rename(a / "pytorch_model.bin")
+    assert "only .bin weights" in refused(a)
+    (a / "pytorch_model.bin").unlink()
+    assert "no model.safetensors" in refused(a)
+    (a / "config.json").unlink()
+    assert "no config.json" in refused(a)
+    b = copy("b")
+    shard(b)
+    (b / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors is missing" in refused(b)
+    c = copy("c")
+    content = (c / "model.safetensors").read_bytes()
+    (c / "model.safetensors").write_bytes(content[:-100])
+    assert f"{c / 'model.safetensors'} is missing or broken" in refused(c)
+    (c / "model.safetensors").write_bytes(content)
+    (c / "tokenizer.json").write_text("{")
+    assert "tokenizer.json is not JSON" in refused(c)
+
+
+def test_an_out_that_cannot_be_written(world, run, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        run("a", out=tmp_path / "file" / "out")
+    assert "file" in capsys.readouterr().err
+    assert time.time() > (world / "base" / "config.json").stat().st_mtime  # the base is read, never written

@@ -1,0 +1,2875 @@
+"""What a task is, and how an answer is checked.
+
+A reward is only as good as its verifier: a wrong answer that is paid is learnt as a hack, a right one that is refused
+is noise. Each verifier here takes the completion of a model and the answer of a task and returns a score in [0, 1]:
+
+    math     the last \\boxed{...} or `#### ` line against a number, an expression, an interval, a list, ...
+    code     the last Python block against inputs and outputs, in a sandbox that never sees the expected values
+    choice   a letter (or the text of exactly one option)      ifeval   Google's 25 instruction types
+    number   a value with a unit, within a tolerance           tool     one or more function calls
+    exact    the text itself, white space folded
+
+    verify("math", "So it is \\\\boxed{1/2}.", "0.5")           1.0
+    verify_batch([(verifier, completion, answer), ...])       many of them, parallel, one row cannot hurt another
+    load_tasks("gsm8k:train", limit=100)                      rows with prompt, domain, verifier, answer, id
+    python verifiers.py FILE.jsonl                            scores rows {"verifier", "completion", "answer"[, "expected"]}
+
+The rules, with the reports they come from, are in each section. Two hold everywhere: text of a model is never given to
+eval, exec or a regular expression in this process, and whatever cannot be read scores 0.
+"""
+
+import ast
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import queue
+import random
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import types
+import unicodedata
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+
+with contextlib.suppress(ImportError):  # Windows
+    import resource
+
+log = logging.getLogger("verifiers")
+
+
+class TaskError(ValueError):
+    """A task (file, preset, row or answer) that cannot be used; the message is one line that says what to do."""
+
+
+class NeedsWorker(Exception):
+    """Raised where a check may be slow: the row is sent to a worker process, which has a wall clock."""
+
+
+IN_WORKER = False  # set in the worker processes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Extraction: what counts as the answer
+
+THINK_END = re.compile(r"</(?:think|thinking|reasoning)>")
+THINK_START = re.compile(r"<(?:think|thinking|reasoning)>")
+
+
+def strip_thinking(text):
+    """The text after the last closing tag; nothing at all when thinking was opened and never closed.
+
+    >>> strip_thinking("<think>maybe 3</think>4"), strip_thinking("perhaps 3</think>4"), strip_thinking("<think>3")
+    ('4', '4', '')
+    """
+    ends = list(THINK_END.finditer(text))
+    text = text[ends[-1].end() :] if ends else text
+    start = THINK_START.search(text)
+    return text[: start.start()] if start else text
+
+
+BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+
+
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a backslash takes the next character with it
+BARE = re.compile(r"-?(?:[A-Za-z](?!\w)|[\d./]+)")  # \boxed 5, \boxed x; not the word \boxed in a sentence
+
+
+def brace_pairs(text):
+    """{position of an opening brace: position of its closing one}, in one pass over the text; escaped braces left out."""
+    pairs, opened = {}, []
+    for match in BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            pairs[opened.pop()] = match.start()
+    return pairs
+
+
+def boxes(text):
+    """The (start, end, content) of every box, in order: \\boxed{...}, \\fbox{...}, \\boxed 5; one that is cut off is none.
+
+    >>> [content for _, _, content in boxes(r"\\boxed{\\frac{1}{2}} or \\boxed 5, \\boxed{cut")]
+    ['\\\\frac{1}{2}', '5']
+    """
+    found, position = [], 0
+    pairs = brace_pairs(text) if BOX.search(text) else {}
+    while match := BOX.search(text, position):
+        start = position = match.end()
+        bare = BARE.match(text, start)
+        if start in pairs:
+            position = pairs[start] + 1
+            found.append((match.start(), position, text[start + 1 : position - 1]))
+        elif bare:
+            position = bare.end()
+            found.append((match.start(), position, bare[0].rstrip(".")))
+    return found
+
+
+HASH = re.compile(r"####[ \t]*(\S[^\n]*)")  # the answer line of GSM8K
+
+
+def marked_answers(text):
+    """Contents of boxes and `####` lines after the thinking, as (position, content), empty ones left out, in order."""
+    found = [(start, end, content) for start, end, content in boxes(text) if content.strip()]
+    lines = [(m.start(), m.end(), m[1]) for m in HASH.finditer(text)]
+    lines = [line for line in lines if not any(line[0] <= box[0] < line[1] for box in found)]
+    return sorted(found + lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# math: extract, normalise, exact rationals, structure, and only then numbers of many digits
+
+# Answers are compared by the type of the gold. Numbers are exact fractions: 0.33 is no 1/3 and 100001 no 100000. What has
+# letters or roots is evaluated at fixed points, exactly where that is possible, else with 60 digits and again with 150:
+# equal means that the difference falls with the precision (so e^(pi*sqrt(163)) is no integer). That takes no algebra
+# system, hence no simplification that never ends, and every size is bounded before anything is computed.
+
+MAX_ANSWER, MAX_NESTED, MAX_ITEMS, MAX_BITS = 20_000, 60, 300, 150_000  # characters, brackets, list items, bits of a number
+
+
+class Unreadable(ValueError):
+    """Text that is no mathematics, or mathematics beyond the bounds."""
+
+
+class Inexact(Exception):
+    """The value is no rational number."""
+
+
+def macro(names):
+    return rf"\\(?:{names})(?![A-Za-z])"
+
+
+UNICODE = dict(zip("−–—×·⋅∙÷’′＝⩽⩾≦≧˚º\u00a0\u2009\u202f", "---****/''=≤≥≤≥°°   ")) | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u00ad", "")
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
+CLEAN = [  # (pattern, replacement) in order; what LaTeX can say in five ways is said in one afterwards
+    (r"(?<=\d)\s*(?:\{\s*,\s*\}|,\s*\\!|\\,|~|\\ )\s*(?=\d{3}(?!\d))", ""),  # 1{,}000  1,\!000  1\,000  1~000
+    (r"(?<![\d.,] )(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d.]| \d)", lambda m: m[1] + m[2].replace(" ", "")),  # 1 000
+    (macro("(?:text)?color|phantom|hphantom|vspace|hspace|label|tag") + r"\s*\{[^{}]*\}", ""),
+    (macro("left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|large|Large|huge|small|it|bf|rm"), ""),
+    (macro("quad|qquad|thinspace|checkmark|blacksquare|square|qed|Box|dots|ldots|cdots") + r"|\\[,;:>! ]|~|\\$", " "),
+    (r"\\begin\{(?:cases|aligned|align\*?)\}(.*?)\\end\{[^}]*\}", lambda m: re.sub("&", "", m[1]).strip("⏎ ").replace("⏎", ", ")),
+    (macro("[dtcs]frac"), r"\\frac"), (macro("[dt]binom"), r"\\binom"), (macro("implies|Longrightarrow"), r"\\Rightarrow "),
+    (macro("leqslant|leq?") + "|<=|=<", "≤"), (macro("geqslant|geq?") + "|>=", "≥"), (macro("neq?|not=") + "|!=", "≠"),
+    (macro("lt"), "<"), (macro("gt"), ">"), (macro("approx|simeq|sim"), "≈"), (macro("in"), "∈"), (macro("cup"), "∪"),
+    (macro("pm") + r"|\+/-|\+-", "±"), (macro("mp"), "∓"), (r"\*\*", "^"), (macro("div"), "/"),
+    (macro("infty|infin") + r"|(?<![A-Za-z])(?:infinity|inf|oo)(?![A-Za-z])", "∞"),
+    (macro("pi") + r"|(?<![A-Za-z])pi(?![A-Za-z])", "π"),
+    (macro("cdot|times|ast") + r"|(?<=\d)\s+[xX]\s+(?=10\s*\^)", "*"),
+    (r"\^\s*\{\s*(?:\\circ|\\degree|°)\s*\}|\^?\s*" + macro("circ|degree|textdegree") + r"|\^°|(?<=\d)\s*“?degrees?\b”?", "°"),
+    (macro("emptyset|varnothing"), "∅"), (r"\\\{|" + macro("lbrace"), "‹"), (r"\\\}|" + macro("rbrace"), "›"),
+    (macro("langle"), "⟨"), (macro("rangle"), "⟩"), (macro("lfloor"), "⌊"), (macro("rfloor"), "⌋"), (macro("lceil"), "⌈"),
+    (macro("rceil"), "⌉"), (macro("[lr]?vert|mid") + r"|\\\|", "|"), (macro("colon"), ":"),
+    (r"\\%|(?<=[\d}])\s*(?:percent(?:age)?|pct)\b", "%"),
+    (r"\\\$|\$|£|€|¥|\\(?:pounds|euro)(?![A-Za-z])|\\[()\[\]]", ""),  # currency and math delimiters
+    (r"√\s*(\d+|[A-Za-zπ])", r"\\sqrt{\1}"), (r"√", r"\\sqrt"),
+    (r"(?<![\d.])\.(?=\\(?:overline|dot))", "0."), (r"(?<![\d.])" + macro("overline"), ""),  # .\overline{5}, a segment
+    (r"(?<![\w.^_/})])(\d+)\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", lambda m: "({}+{}/{})".format(*filter(None, m.groups()))),
+    (r"(?<![\w.^_/})])(\d+) +(\d+)/(\d+)(?![\d.])", r"(\1+\2/\3)"),  # 1\frac12 and 1 1/2 are mixed numbers
+    (r"(?<=[^,]),\s*(?:“?(?:where|for|with)\s*”?)?\s*[a-z]\s*∈.*$", ""),  # n pi, n in Z
+]  # fmt: skip
+CLEAN = [(re.compile(pattern), replacement) for pattern, replacement in CLEAN]
+# \text{...} and its like: in quotes when it holds a word, dropped otherwise
+WRAPPER = re.compile(
+    r"\\(text(?!color)\w*|math(?:rm|bf|it|sf|tt|cal|bb)|mbox|hbox|operatorname\*?|boxed|fbox|underline|boldsymbol|bm|emph)\s*\{"
+)
+MATRIX = re.compile(r"^\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}$", re.DOTALL)
+EDGES = re.compile(r"^(?:[\s,;:*`]|\.(?!\d))+|[\s.,;:*`]+$")  # around an answer in a sentence or in Markdown
+
+
+def nfkc(text):
+    return unicodedata.normalize("NFKC", text)
+
+
+def unicode_to_tex(text):
+    text = "".join(UNICODE.get(c, c) for c in text)
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda m: "^{" + m[0].translate(SUPERSCRIPTS) + "}", text)
+    text = re.sub("[½⅓¼¾⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda m: r"\frac{{{}}}{{{}}}".format(*nfkc(m[0]).split("⁄")), text)
+    text = re.sub("[！-～]", lambda m: nfkc(m[0]), text)
+    return re.sub(r"\d", lambda m: str(unicodedata.digit(m[0], m[0])), text)
+
+
+@lru_cache(maxsize=8192)
+def clean(text):
+    """The answer in one spelling; raises Unreadable when it is too long."""
+    text = "\n".join(filter(None, (" ".join(line.split()) for line in text.split("\n"))))
+    if not text.isascii():
+        text = unicode_to_tex(text)
+    if len(text) > MAX_ANSWER:
+        raise Unreadable("too long")
+    text = text.strip(" \n*_`")
+    if "\\begin" in text:
+        text = text.replace(r"\\", "⏎")  # the end of a row
+    else:
+        text = re.sub(r"\\\\(?=[A-Za-z{}()$!,])", r"\\", text)  # doubled backslashes, as after a JSON round trip
+    for _ in range(40):
+        match = WRAPPER.search(text)
+        end = match and brace_pairs(text).get(match.end() - 1)
+        if not end:
+            break
+        body = text[match.end() : end]
+        letters = len(re.findall("[A-Za-z]", re.sub(r"\\\w+", "", body)))
+        body = f" “{body}” " if letters > (match[1][0] == "m") and match[1][:2] in ("te", "mb", "hb", "op") or letters > 1 and match[1] == "mathrm" else body
+        body = "ℝ" if match[1] == "mathbb" and body == "R" else f" {body} "
+        text = text[: match.start()] + body + text[end + 1 :]
+    for pattern, replacement in CLEAN:
+        text = pattern.sub(replacement, text)
+    return strip_edges(text)
+
+
+def strip_edges(text):
+    """Without blanks, punctuation, quotes and braces around it."""
+    before, nested = None, min(len(text) - len(text.lstrip("{")), len(text) - len(text.rstrip("}"))) - 1
+    if nested > 0 and brace_pairs(text).get(nested) == len(text) - nested - 1:  # {{{{5}}}}
+        text = text[nested:-nested]
+    while text != before:
+        before, text = text, EDGES.sub("", text)
+        if text[:1] == "{" and brace_pairs(text).get(0) == len(text) - 1 or re.fullmatch("“[^”]*”", text):
+            text = text[1:-1]
+    return text
+
+
+OPEN, CLOSE = "([{‹⟨⌊⌈“", ")]}›⟩⌋⌉”"
+
+
+def split_top(text, separator):
+    """Parts between matches of the separator outside brackets and quotes, and the separators.
+
+    >>> split_top("1, (2, 3)", re.compile(","))
+    (['1', ' (2, 3)'], [','])
+    """
+    levels = [0, *itertools.accumulate((c in OPEN) - (c in CLOSE) for c in text)] if separator.search(text) else []
+    found = [m for m in separator.finditer(text) if levels[m.start()] == 0]
+    starts, ends = [0, *(m.end() for m in found)], [*(m.start() for m in found), len(text)]
+    return [text[start:end] for start, end in zip(starts, ends)], [m[0] for m in found]
+
+
+# A value is a tuple: ("expr", node)  ("text", words)  ("list", items)  ("set", items)  ("seq", open, close, items)
+# ("matrix", rows)  ("sets", intervals, relation)  ("rel", sign, left, right)  ("name", name, value, equation)
+# ("ratio", items)  ("base", digits, base)  ("%", node)  ("°", node)
+JOIN = re.compile(r"\s*[,;]?\s*(?:“\s*,?\s*(?:and|or)\s*”|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))|\s*,(?!\d{3}(?!\d))|,\s+")
+RELATION = re.compile(r"[=<>≤≥≠]")
+LEAD = re.compile(r"^[“\s]*(?:(?:so|thus|hence),? )?(?:the |our |my )?(?:final )?(?:answer|result|value|solution)s?\s*(?:is|are)?\s*[:=]?\s*”?\s*(?=\S)", re.I)
+MEMBER = re.compile(r"^[A-Za-z]\w*(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?\s*∈\s*")  # x in ...
+BASED = re.compile(r"^([0-9A-Fa-f]+)\s*_\s*\{?\s*“?\s*(\d+|[a-z]+)\s*”?\s*\}?$")
+LABELLED = re.compile(r"^“?\s*\(?([A-J])[).]\s*”?\s*\S")  # (A) 5
+WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?!\d)")
+SYNONYMS = {"dne": "does not exist", "no solution": "∅", "no solutions": "∅", "empty set": "∅", "all real numbers": "ℝ", "all reals": "ℝ"}
+FLIP = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠"}
+
+
+def read_value(text, thousands=True, depth=0):
+    """The structure of a cleaned answer. Raises Unreadable."""
+    if depth > 6:
+        raise Unreadable("nested too deep")
+    text = strip_edges(text if depth else LEAD.sub("", text))
+    text = THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), text) if thousands else text
+    text = MEMBER.sub("", split_top(text, re.compile("≈"))[0][0])  # an exact value before its rounding
+    again = lambda part: read_value(part, thousands, depth + 1)  # noqa: E731
+    if not text:
+        raise Unreadable("empty")
+    if match := MATRIX.match(text):
+        return ("matrix", [[again(cell) for cell in row.split("&")] for row in match[2].split("⏎") if row.strip()])
+    if match := BASED.match(text):
+        return ("base", match[1].upper(), str(WORDS.index(match[2])) if match[2] in WORDS else match[2])
+    if re.fullmatch(r"\][^∪]*\[", text):  # ]0,1[
+        text = f"({text[1:-1]})"
+    parts, _ = split_top(text, re.compile("∪"))
+    if len(parts) > 1:
+        return ("sets", merge([interval for part in parts for interval in as_sets(again(part))]), None)
+    parts, _ = split_top(text, re.compile(";"))
+    if len(parts) > 1:  # p=5,q=2;p=7,q=2
+        items = [again(part) for part in parts if part.strip()]
+        return ("list", [("seq", "(", ")", [strip_name(v) for v in i[1]]) if i[0] == "list" else i for i in items])
+    parts = [part for part in split_top(text, JOIN)[0] if EDGES.sub("", part)]
+    if len(parts) > MAX_ITEMS:
+        raise Unreadable("too many items")
+    if len(parts) > 1:
+        items = [again(part) for part in parts]
+        if items[0][0] == "name" and all(item[0] != "name" for item in items[1:]):  # n=1, 2, 3
+            items[0] = items[0][2]
+        return ("list", items)
+    if "±" in text:  # x = 1 ± 2
+        text = text.split("=", 1)[-1] if text.count("=") == 1 else text
+        return ("list", [again(text.translate(str.maketrans("±∓", signs))) for signs in ("+-", "-+")])
+    parts, signs = split_top(text, RELATION)
+    if signs:
+        return read_relation([strip_edges(part) for part in parts], signs, again)
+    if text[0] in "([‹⟨" and text[-1] in ")]›⟩" and not split_top(text[1:-1], re.compile(r"[)\]›⟩]"))[1]:
+        return read_bracket(text, again)
+    parts, _ = split_top(text, re.compile(":"))
+    return ("ratio", [("expr", expression(part)) for part in parts]) if len(parts) > 1 else read_leaf(text)
+
+
+def read_bracket(text, again):
+    inside = text[1:-1]
+    if text[0] == "‹":
+        condition, _ = split_top(inside, re.compile(r"\||:"))  # {x | 1 <= x < 5}
+        return again(condition[1]) if len(condition) == 2 else ("set", items_of(again(inside)) if inside.strip() else [])
+    parts, _ = split_top(inside, re.compile(","))
+    if len(parts) == 1:
+        return again(inside) if re.fullmatch(r"\s*[A-J]\s*", inside) else read_leaf(text)  # (B)
+    items = [again(part) for part in parts]
+    if text[0] == "[" and all(item[:2] == ("seq", "[") for item in items):  # [[1, 2], [3, 4]]
+        return ("matrix", [item[3] for item in items])
+    return ("seq", text[0].replace("⟨", "("), text[-1].replace("⟩", ")"), items)
+
+
+def is_name(text):
+    """Whether the left side of an equation only names what follows: x, f(x), A_{max}, P(A), (p,q), V_1:V_2."""
+    bare = re.sub(r"_\{[^{}]*\}|_\w|\\frac|“[^”]*”|\([A-Za-z0-9]\)", "", text)
+    return bool(re.search("[A-Za-zα-ωΑ-Ω“]", text) and re.fullmatch(r"[A-Za-zα-ωΑ-Ω{}()\\,:\s'|]*", bare))
+
+
+def read_relation(parts, signs, again):
+    if set(signs) == {"="}:
+        if len(parts) > 2:  # x = 10/2 = 5, if it holds
+            values = [again(part) for part in parts if not is_name(part)]
+            if not values or not all(same(values[-1], value) for value in values):
+                raise Unreadable("a chain that does not hold")
+            return ("name", parts[0], values[-1], None)
+        left, right = parts if is_name(parts[0]) or not is_name(parts[1]) else parts[::-1]
+        equation = None
+        with contextlib.suppress(Unreadable):
+            equation = ("rel", "=", expression(left), expression(right))
+        if is_name(left):
+            return ("name", re.sub(r"[\s{}]", "", left), again(right), equation)
+    elif len(parts) == 3 and (set(signs) <= {"<", "≤"} or set(signs) <= {">", "≥"}) and is_name(parts[1]):
+        (low, _, high), (first, second) = (parts, signs) if signs[0] in "<≤" else (parts[::-1], signs[::-1])
+        return ("sets", [(expression(low), first in "≤≥", expression(high), second in "≤≥")], None)
+    elif len(parts) == 2 and all(parts):
+        left, right = parts if is_name(parts[0]) or not is_name(parts[1]) else parts[::-1]
+        sign = signs[0] if left == parts[0] else FLIP[signs[0]]
+        equation = ("rel", sign, expression(left), expression(right))
+        if is_name(left):
+            below, above = (MINUS_INFINITY, False, equation[3], sign == "≤"), (equation[3], sign == "≥", INFINITY, False)
+            return ("sets", {"<": [below], "≤": [below], ">": [above], "≥": [above], "≠": [below, above]}[sign], equation)
+    else:
+        equation = None
+    if equation is None:
+        raise Unreadable("no relation")
+    return equation
+
+
+def read_leaf(text):
+    """An expression, a percentage, an angle or words."""
+    text = strip_edges(text)
+    if text[-1:] in ("%", "°") and len(text) > 1:
+        return (text[-1], expression(text[:-1]))
+    words = text.replace("“", "").replace("”", "").strip()
+    folded = SYNONYMS.get(fold(words), fold(words))
+    if folded == "∅":
+        return ("set", [])
+    if folded == "ℝ":
+        return ("sets", [(MINUS_INFINITY, False, INFINITY, False)], None)
+    if folded in WORDS:
+        return ("expr", number(WORDS.index(folded)))
+    if len(words) > 1 and re.fullmatch(r"[A-Za-z][A-Za-z' ,.-]*", words) and ("“" in text or not is_product(words)):
+        return ("text", folded.rstrip("."))
+    try:
+        return ("expr", expression(text))
+    except Unreadable:
+        if (bare := without_unit(text)) is None:
+            raise
+        return ("expr", expression(bare))
+
+
+UNIT_WORDS = set("cm mm km kg mg ml mL m g s h ft in lb oz mi yd hr kmh mph kph L N J W V A K C F Pa Hz kJ kW".split())
+TAIL = re.compile(r"(?<=[\d)}\s.%°π])[ ]*(“[^”]*”|[A-Za-z]+(?: [A-Za-z]+){0,3})[ ]*(?:\^ ?\{?-?\d\}?)?[ ]*(?:/ ?(?:“[^”]*”|[A-Za-z]+)(?:\^ ?\{?\d\}?)?)?$")
+HEAD = re.compile(r"^(?:“[^”]*”|Rs\.?|USD|INR)\s*(?=[-\d.\\(])")  # "Rs. " 450
+HEDGES = set("or and not if else than more less least most maybe either import lambda for but is mod".split())
+
+
+def without_unit(text):
+    """The text without the unit behind it (or before it), or None when there is none.
+
+    >>> without_unit("5 cm"), without_unit("5 x"), without_unit("5 “square units”")
+    ('5', None, '5')
+    """
+    text = re.sub(r" ?\(“?[A-Za-z ]+”?\)$", "", text)  # 5 (five)
+    if match := TAIL.search(text):
+        words = match[1].strip("“” ").split() or [""]
+        known = match[1][0] == "“" or len(words[0]) > 2 or words[0] in UNIT_WORDS
+        return text[: match.start()].strip() or None if known and not HEDGES & {w.lower() for w in words} else None
+    head = HEAD.sub("", text)
+    return head if head != text else None
+
+
+FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp sqrt abs gcd lcm max min".split())
+GREEK = set("alpha beta gamma delta epsilon varepsilon zeta eta theta lambda mu nu xi rho sigma tau phi varphi chi psi omega".split())
+GREEK |= {name.capitalize() for name in GREEK} | {"ell", "hbar"}
+
+
+def is_product(words):
+    """Whether bare letters are variables: single ones, or two small ones; DNA and HTHT are words."""
+    parts = words.split()
+    return all(len(p) == 1 or p in FUNCTIONS for p in parts) or len(words) == 2 and words.islower() and words not in ("no", "up")
+
+
+# An expression is ("n", Fraction, decimals or None), ("s", symbol) or (operator, arguments); the operators are
+# + * / ^ ! ° root binom floor ceil abs and the functions.
+TOKEN = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|(?:\\?[A-Za-z]+)_(?:\{[^{}]*\}|\w)|\\?[A-Za-z]+|\S")
+
+
+def number(value, decimals=None):
+    return ("n", Fraction(value), decimals)
+
+
+def minus(node):
+    return ("n", -node[1], node[2]) if node[0] == "n" else ("*", [number(-1), node])
+
+
+INFINITY = ("s", "∞")
+MINUS_INFINITY = minus(INFINITY)
+
+
+def expression(text):
+    """The tree of an expression; a white list of symbols, and no evaluation of any text. Raises Unreadable."""
+    parser = Parser(text.replace("“", "").replace("”", "") if re.fullmatch(r"[^“]*“[A-Za-z]”.*", text) else text)
+    node = parser.sum()
+    parser.take("")
+    return node
+
+
+class Parser:
+    """Recursive descent: sum > product > power > atom."""
+
+    def __init__(self, text):
+        self.tokens, self.i, self.depth = [*TOKEN.findall(text), ""], 0, 0
+
+    @property
+    def next(self):
+        return self.tokens[self.i]
+
+    def take(self, wanted=None):
+        token = self.next
+        if wanted is not None and token != wanted or wanted is None and not token:
+            raise Unreadable(f"unexpected {token[:20]!r}")
+        self.i += bool(token)
+        return token
+
+    def sum(self):
+        self.depth += 1
+        if self.depth > MAX_NESTED:
+            raise Unreadable("nested too deep")
+        terms = [self.product()]
+        while self.next in ("+", "-"):
+            terms.append(self.product() if self.take() == "+" else minus(self.product()))
+        self.depth -= 1
+        return terms[0] if len(terms) == 1 else ("+", terms)
+
+    def product(self):
+        factors = [self.signed()]
+        while True:
+            if self.next == "*":
+                self.take()
+                factors.append(self.signed())
+            elif self.next == "/":
+                self.take()
+                factors = [("/", [("*", factors) if len(factors) > 1 else factors[0], self.signed()])]
+            elif self.starts_factor():
+                if self.next[0].isdigit() and (self.tokens[self.i - 1][-1].isalnum()):
+                    raise Unreadable("numbers side by side")
+                factors.append(self.power())
+            else:
+                return ("*", factors) if len(factors) > 1 else factors[0]
+
+    def starts_factor(self):
+        return bool(self.next) and (self.next[0].isalnum() or self.next[0] in "\\.([{⌊⌈π∞")
+
+    def signed(self):
+        signs = []
+        while self.next in ("+", "-"):
+            signs.append(self.take())
+        if len(signs) > 2:
+            raise Unreadable("a run of signs")
+        return minus(self.power()) if signs.count("-") == 1 else self.power()
+
+    def power(self):
+        """An atom with its ! ° and ^, a tower from the right."""
+        base = self.postfix(self.atom())
+        if self.next == "^":
+            self.take()
+            self.depth += 1
+            if self.depth > MAX_NESTED:
+                raise Unreadable("nested too deep")
+            sign = self.take() if self.next in ("+", "-") else "+"
+            exponent = self.power() if self.next != "{" else self.atom()
+            self.depth -= 1
+            base = self.postfix(("^", [base, exponent if sign == "+" else minus(exponent)]))
+        return base
+
+    def postfix(self, node):
+        while self.next in ("!", "°"):
+            node = (self.take(), [node])
+            if node[0] == self.next == "!":
+                raise Unreadable("double factorial")
+        return node
+
+    def argument(self):
+        """What \\frac takes: {...}, or one digit or letter as in \\frac12."""
+        if self.next[:1].isalnum():
+            self.tokens[self.i : self.i + 1] = [*self.next] if self.next.isalnum() else [self.next]
+        return self.atom()
+
+    def atom(self):
+        token = self.take()
+        if token[0].isdigit() or token[0] == "." and len(token) > 1:
+            return self.number(token)
+        closing = {"(": ")", "[": "]", "{": "}", "⌊": "⌋", "⌈": "⌉", "|": "|"}.get(token)
+        if closing:
+            node = self.sum()
+            self.take(closing)
+            return ({"⌊": "floor", "⌈": "ceil", "|": "abs"}[token], [node]) if token in "⌊⌈|" else node
+        name, _, index = token.lstrip("\\").partition("_")
+        if name in FUNCTIONS:
+            return self.function(name, index)
+        if name in ("frac", "binom"):
+            return ({"frac": "/"}.get(name, name), [self.argument(), self.argument()])
+        if token in ("π", "∞") or token[0] == "\\" and name in GREEK or "_" in token and token[0] != "\\":
+            return ("s", name + (f"_{index.strip('{}“” ')}" if index else ""))
+        if not token.isalpha():
+            raise Unreadable(f"unexpected {token[:20]!r}")
+        if 1 < len(token) == 2 and token.islower():  # xy is x*y, DNA is a word
+            self.tokens[self.i - 1 : self.i] = [*token]
+            token = token[0]
+        while self.next == "'":
+            token += self.take()
+        return ("s", token)
+
+    def number(self, token):
+        mantissa, _, exponent = token.lower().partition("e")
+        whole, point, decimals = mantissa.partition(".")
+        if len(token) > 10_000 or abs(int(exponent or 0)) > 5000:
+            raise Unreadable("too many digits")
+        value = integer(whole + decimals) * Fraction(10) ** (int(exponent or 0) - len(decimals))
+        repeated = ""
+        while point and self.next in ("\\overline", "\\dot"):  # 0.1\overline{6}
+            self.take()
+            repeated += re.sub(r"\D", "x", self.take() if self.next != "{" else [self.take(), self.take(), self.take("}")][1])
+        if repeated:
+            if not repeated.isdigit() or len(repeated) > 400:
+                raise Unreadable("no digits under the bar")
+            return number(value + Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(decimals)))
+        return number(value, len(decimals) if decimals and not exponent else None)
+
+    def function(self, name, index):
+        base, power = expression(index.strip("{}")) if index else None, None
+        if name == "sqrt" and self.next == "[":
+            self.take()
+            base = self.sum()
+            self.take("]")
+        if self.next == "^":
+            self.take()
+            sign = self.take() if self.next == "-" else ""
+            power = minus(self.argument()) if sign else self.argument()
+        if name == "sqrt" and self.next[:1].isalnum():  # \sqrt3
+            arguments = [self.argument()]
+        elif self.next in ("(", "{", "["):
+            closing = {"(": ")", "{": "}", "[": "]"}[self.take()]
+            arguments = [self.sum()]
+            while self.next == ",":
+                self.take()
+                arguments.append(self.sum())
+            self.take(closing)
+        else:  # sin 2x
+            sign = self.next == "-" and self.take()
+            factors = [self.power()]
+            while self.starts_factor() and self.next[0] not in "([{" and self.next.lstrip("\\") not in FUNCTIONS:
+                factors.append(self.power())
+            arguments = [minus(("*", factors)) if sign else ("*", factors) if len(factors) > 1 else factors[0]]
+        if power == number(-1):
+            name, power = "arc" + name, None
+        if name in ("sqrt", "log", "lg"):
+            arguments.append(base or number(2 if name == "sqrt" else 10))
+        node = ({"sqrt": "root", "lg": "log", "exp": "exp"}.get(name, name), arguments)
+        return ("^", [node, power]) if power is not None else node
+
+
+def integer(digits):
+    """int() of any length; Python's own stops at 4300 digits."""
+    value = 0
+    for i in range(0, len(digits), 4000):
+        value = value * 10 ** len(digits[i : i + 4000]) + int(digits[i : i + 4000])
+    return value
+
+
+CONSTANTS = {"π", "e", "i"}
+
+
+def symbols(node):
+    return {node[1]} if node[0] == "s" else set() if node[0] == "n" else set().union(*map(symbols, node[1]))
+
+
+def evaluate(node, point, apply):
+    """The value of an expression at a point {symbol: Fraction}, with the arithmetic of `apply`."""
+    if node[0] in "ns":
+        return apply("n", [node[1] if node[0] == "n" else point.get(node[1], node[1])])
+    return apply(node[0], [evaluate(argument, point, apply) for argument in node[1]])
+
+
+def exactly(op, arguments):
+    """One operation on fractions; raises Inexact where the result is none, Unreadable beyond the bounds."""
+    x, y = arguments[0], arguments[-1]
+    if op == "n":
+        if isinstance(x, str):
+            raise Unreadable("infinite") if x == "∞" else Inexact
+        return x
+    whole = all(a.denominator == 1 for a in arguments)
+    if op in "+*" or op == "/" and y:
+        if sum(a.numerator.bit_length() + a.denominator.bit_length() for a in arguments) > MAX_BITS:
+            raise Unreadable("too large")
+        return sum(arguments) if op == "+" else math.prod(arguments, start=Fraction(1)) if op == "*" else x / y
+    if op == "/" or op == "^" and x == 0 > y:
+        raise Unreadable("division by zero")
+    if op == "^":
+        base = exact_root(x, y.denominator)
+        if base in (0, 1, -1):
+            return base ** (y.numerator % 2 if base else min(y.numerator, 1))
+        if abs(y.numerator) * (base.numerator.bit_length() + base.denominator.bit_length()) > MAX_BITS:
+            raise Unreadable("too large")
+        return base**y.numerator
+    if op == "root" and whole and 1 < y <= 64:
+        return exact_root(x, int(y))
+    if op in ("!", "binom"):
+        if not whole or not 0 <= y <= x <= 5000:
+            raise Unreadable("out of bounds")
+        return Fraction(math.factorial(int(x)) if op == "!" else math.comb(int(x), int(y)))
+    if op in ("floor", "ceil", "abs"):
+        return Fraction({"floor": math.floor, "ceil": math.ceil, "abs": abs}[op](x))
+    if op in ("max", "min"):
+        return {"max": max, "min": min}[op](arguments)
+    if op in ("gcd", "lcm") and whole:
+        return Fraction(getattr(math, op)(*map(int, arguments)))
+    if op == "log" and whole and x > 0 and y > 1:
+        n = round(math.log(x.numerator) / math.log(y.numerator))
+        if n < 10_000 and y**n == x:
+            return Fraction(n)
+    raise Inexact
+
+
+def exact_root(x, n):
+    """The rational n-th root of a fraction, or Inexact."""
+    if n == 1:
+        return x
+    if n > 64 or x < 0 and n % 2 == 0:
+        raise Inexact if n < 10**6 else Unreadable("too fine a root")
+    roots = []
+    for part in (abs(x.numerator), x.denominator):
+        guess, better = 1 << -(-part.bit_length() // n), 0
+        while part and (better := ((n - 1) * guess + part // guess ** (n - 1)) // n) < guess:  # Newton
+            guess = better
+        if part and guess**n != part:
+            raise Inexact
+        roots.append(guess if part else 0)
+    return Fraction(*roots) * (1 if x >= 0 else -1)
+
+
+class Numerically:
+    """The operations with mpmath at some digits; over the reals unless i occurs, and undefined there raises Unreadable."""
+
+    def __init__(self, mp, complex_numbers):
+        self.mp, self.complex = mp, complex_numbers
+
+    def __call__(self, op, arguments):
+        x, y = arguments[0], arguments[-1]
+        result = self.constant(x) if op == "n" else self.compute(op, x, y, arguments)
+        if not self.mp.isfinite(result) or result != 0 and abs(self.mp.mag(result)) > 100_000:
+            raise Unreadable("too large")
+        if not self.complex and self.mp.im(result) != 0:
+            raise Unreadable("not real")
+        return result
+
+    def constant(self, x):
+        if isinstance(x, Fraction):
+            return self.mp.mpf(x.numerator) / x.denominator
+        constants = {"π": self.mp.pi, "e": self.mp.e, "i": self.mp.mpc(0, 1)}
+        if x not in constants:
+            raise Unreadable(x)
+        return +constants[x]
+
+    def compute(self, op, x, y, arguments):
+        mp = self.mp
+        if op in "+*":
+            return mp.fsum(arguments) if op == "+" else mp.fprod(arguments)
+        if op == "/" and y != 0:
+            return x / y
+        if op == "^" and abs(y) < 20_000 and (x != 0 or mp.re(y) > 0):
+            if mp.isint(y):
+                return x ** int(mp.re(y))
+            third = mp.nint(3 * y)  # (-8)^(1/3) is -2 over the reals
+            odd = not self.complex and x < 0 and abs(3 * y - third) < mp.eps * 8 * abs(third)
+            return (-1) ** int(third) * (-x) ** y if odd else x**y
+        if op == "root" and mp.isint(y) and 1 < mp.re(y) <= 10_000:
+            n = int(mp.re(y))
+            return -mp.root(-x, n) if not self.complex and x < 0 and n % 2 else mp.root(x, n)
+        if op in ("ln", "log") and x != 0 and (op == "ln" or y not in (0, 1)):
+            return mp.log(x) if op == "ln" else mp.log(x) / mp.log(y)
+        if op == "abs" or abs(x) < 1e6 and len(arguments) == 1:
+            names = {"abs": "fabs", "!": "factorial", "°": "radians"}
+            name = names.get(op, "a" + op[3:] if op.startswith("arc") else op)
+            if name != op or op in FUNCTIONS or op in ("floor", "ceil"):
+                return getattr(mp, name)(x)
+        raise Unreadable(op)
+
+
+POINTS = [  # values for the letters in their order; rational, some negative, none special
+    [Fraction(n, 7) for n in (11, 17, 25, 9, 31, 20, 13, 5, 37, 23)],
+    [Fraction(n, 11) for n in (19, 7, 31, 14, 5, 27, 40, 9, 23, 16)],
+    [Fraction(n, 13) for n in (-8, 21, -17, 5, -30, 11, -3, 28, -12, 35)],
+    [Fraction(n, 5) for n in (3, -4, -7, 12, 2, -9, 6, -1, 13, -11)],
+    [Fraction(n, 3) for n in (14, 20, 13, 22, 10, 25, 16, 28, 11, 19)],
+]
+
+
+def points_for(*nodes):
+    names = sorted(set().union(*map(symbols, nodes)) - CONSTANTS - {"∞"})
+    if len(names) > 10:
+        raise Unreadable("too many letters")
+    return [dict(zip(names, values)) for values in POINTS] if names else [{}]
+
+
+def numerically(pairs, combine, digits):
+    """combine(values of (node, point) pairs) with mpmath: only in a worker, where a wall clock watches."""
+    if not IN_WORKER:
+        raise NeedsWorker
+    import mpmath
+
+    with mpmath.mp.workdps(digits):
+        apply = Numerically(mpmath.mp, any("i" in symbols(node) for node, _ in pairs))
+        return combine(*[evaluate(node, point, apply) for node, point in pairs])
+
+
+def vanishes(pairs, combine):
+    """Whether combine(values of the (node, point) pairs) is zero."""
+    try:
+        return combine(*[evaluate(node, point, exactly) for node, point in pairs]) == 0
+    except Inexact:
+        pass
+    coarse, fine = (abs(numerically(pairs, combine, digits)) for digits in (60, 150))
+    return fine < 1e-50 and (fine == 0 or coarse == 0 or fine * 10**40 < coarse)
+
+
+def same_expression(a, b):
+    """Equal at every point where both are defined, and at two of them at least (at the one there is, without letters)."""
+    if a == b or "∞" in symbols(a) | symbols(b):
+        return a == b
+    defined, points = 0, points_for(a, b)
+    for point in points:
+        try:
+            if not vanishes([(a, point), (b, point)], lambda x, y: x - y):
+                return False
+            defined += 1
+        except Unreadable:
+            continue
+    return defined >= min(2, len(points))
+
+
+def same_equation(a, b):
+    """Whether left - right of two relations differ by a constant factor, positive unless the sign is = or ≠."""
+    if a[1] not in (b[1], FLIP[b[1]]):
+        return False
+    first, second = (("+", [left, minus(right)]) for _, _, left, right in (a, b))
+    usable = []
+    for point in points_for(first, second):
+        with contextlib.suppress(Unreadable):
+            zero = [vanishes([(node, point)], lambda x: x) for node in (first, second)]
+            if zero[0] != zero[1]:
+                return False
+            usable += [point] * (not zero[0])
+    cross = lambda p, q, r, s: p * s - q * r  # noqa: E731
+    at = lambda point: [(first, point), (second, point)]  # noqa: E731
+    if len(usable) < 2 or not all(vanishes(at(usable[0]) + at(point), cross) for point in usable[1:]):
+        return False
+    return a[1] in "=≠" or (approximate(*at(usable[0])[0]) > 0) == ((approximate(*at(usable[0])[1]) > 0) == (a[1] == b[1]))
+
+
+def approximate(node, point=None):
+    """A float, for the order of end points."""
+    if node in (INFINITY, MINUS_INFINITY):
+        return math.inf if node == INFINITY else -math.inf
+    try:
+        return float(evaluate(node, point or {}, exactly))
+    except OverflowError:
+        raise Unreadable("too large") from None
+    except Inexact:
+        return numerically([(node, point or {})], lambda x: float(x.real), 30)
+
+
+def same_number(gold, said):
+    """Expressions, with the two tolerances there are: a gold of three digits or more that rounds an exact value, and a
+    decimal of twelve digits or more for a gold that no decimal can equal."""
+    if same_expression(gold, said):
+        return True
+    if (symbols(gold) | symbols(said)) - {"π", "e"}:
+        return False
+    if gold[0] == "n" and gold[2] and said[0] != "n" and digits(gold) >= 3:
+        return rounds_to(said, gold)
+    return said[0] == "n" and bool(said[2]) and gold[0] != "n" and digits(said) >= 12 and rounds_to(gold, said)
+
+
+def digits(node):
+    return len(str(abs(node[1] * 10 ** node[2])).lstrip("0"))
+
+
+def rounds_to(node, decimal):
+    """Whether the decimal is the expression, rounded or cut; never when the expression has an exact decimal itself."""
+    try:
+        true = evaluate(node, {}, exactly)
+        if re.sub("[25]", "", "".join(map(str, prime_factors(true.denominator)))) == "":
+            return False
+    except Inexact:
+        true = numerically([(node, {})], lambda x: Fraction(x.man_exp[0]) * Fraction(2) ** x.man_exp[1], 60)
+    step, off = Fraction(1, 10 ** decimal[2]), abs(true) - abs(decimal[1])
+    return true * decimal[1] > 0 and (abs(off) <= step / 2 or 0 <= off < step)
+
+
+def prime_factors(n):
+    """2s and 5s of n, and 3 for whatever is left."""
+    found = []
+    for p in (2, 5):
+        while n % p == 0:
+            n, found = n // p, [*found, p]
+    return found + [3] * (n > 1)
+
+
+def items_of(value):
+    return list(value[1]) if value[0] in ("list", "set") else [value]
+
+
+def strip_name(value):
+    return value[2] if value[0] == "name" else value
+
+
+def as_sets(value):
+    """A value as intervals (low, closed, high, closed); raises Unreadable."""
+    value = strip_name(value)
+    if value[0] == "sets":
+        return value[1]
+    if value[0] == "seq" and len(value[3]) == 2 and all(item[0] == "expr" for item in value[3]):
+        return [(value[3][0][1], value[1] == "[", value[3][1][1], value[2] == "]")]
+    if value[0] == "set" and all(item[0] == "expr" for item in value[1]):
+        return [(item[1], True, item[1], True) for item in value[1]]
+    if value[0] == "list":  # x < 0 or x > 1
+        return [interval for item in value[1] for interval in as_sets(item)]
+    raise Unreadable("no set")
+
+
+def merge(intervals):
+    """Sorted, and parts that touch put together: [0,1] with [1,2] is [0,2]."""
+    merged = []
+    for interval in sorted(intervals, key=lambda i: (approximate(i[0]), not i[1])):
+        if merged and approximate(merged[-1][2]) == approximate(interval[0]) and (merged[-1][3] or interval[1]):
+            merged[-1] = (*merged[-1][:2], *interval[2:])
+        else:
+            merged.append(interval)
+    return merged
+
+
+def same(gold, said):
+    """Whether two values agree; the type of the gold decides how."""
+    kinds = {gold[0], said[0]}
+    if kinds == {"name"} and gold[1] == said[1]:
+        return same(gold[2], said[2])
+    if "rel" in kinds or kinds == {"name"}:
+        relations = [{"name": v[-1], "sets": v[-1], "rel": v}.get(v[0]) for v in (gold, said)]
+        return all(relations) and same_equation(*relations)
+    if "name" in kinds:
+        return same(strip_name(gold), strip_name(said))
+    if kinds & {"%", "°"}:
+        return same_percent(gold, said)
+    if "sets" in kinds:
+        return same_sets(gold, said)
+    if kinds == {"seq"}:
+        return (len(gold[3]) != 2 or gold[1:3] == said[1:3]) and same_items(gold[3], said[3])
+    if "seq" in kinds:
+        return same_loose_tuple(*((gold, said) if gold[0] == "seq" else (said, gold)))
+    if kinds & {"list", "set"}:
+        return same_lists(items_of(gold), items_of(said))
+    if kinds == {"matrix"}:
+        return len(gold[1]) == len(said[1]) and all(map(same_items, gold[1], said[1]))
+    if kinds <= {"ratio", "expr"} and "ratio" in kinds:
+        a, b = ([expr for _, expr in v[1]] if v[0] == "ratio" else [v[1], number(1)] for v in (gold, said))
+        return len(a) == len(b) and all(same_expression(("*", [a[0], y]), ("*", [b[0], x])) for x, y in zip(a, b))
+    if gold[0] == "base" and said[0] == "expr":  # the base may be known from the question
+        return said[1] == number(int(gold[1])) if gold[1].isdigit() and len(gold[1]) < 1000 else False
+    return same_number(gold[1], said[1]) if kinds == {"expr"} else gold == said
+
+
+def same_items(a, b):
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def same_percent(gold, said):
+    """p % against p %, p, or p/100 (the last two not at once). 72° against 72, and against 2 pi/5."""
+    marks = {gold[0], said[0]}
+    if not marks <= {"%", "°", "expr"}:
+        return False
+    if same_number(gold[1], said[1]):
+        return True
+    scaled = [("/", [v[1], number(100)]) if v[0] == "%" else ("°", [v[1]]) if v[0] == "°" else v[1] for v in (gold, said)]
+    return "expr" in marks and ("%" in marks or "π" in symbols(gold[1]) | symbols(said[1])) and same_expression(*scaled)
+
+
+def same_sets(gold, said):
+    if gold[0] == said[0] and gold[2] and said[2] and symbols(gold[2][3]) | symbols(said[2][3]) - CONSTANTS - {"∞"}:
+        return same_equation(gold[2], said[2])  # a <= b and b >= a
+    try:
+        a, b = merge(as_sets(gold)), merge(as_sets(said))
+    except Unreadable:
+        return False
+    ends = lambda x, y: same_number(x[0], y[0]) and same_number(x[2], y[2])  # noqa: E731
+    return len(a) == len(b) and all(x[1::2] == y[1::2] and ends(x, y) for x, y in zip(a, b))
+
+
+def same_loose_tuple(tuple_, other):
+    """A pair without its brackets, or with names: (1,2) and y=2, x=1."""
+    if other[0] != "list":
+        return False
+    named = all(item[0] == "name" for item in other[1])
+    return same_items(tuple_[3], [i[2] for i in sorted(other[1], key=lambda i: i[1])] if named else other[1])
+
+
+def same_lists(gold, said):
+    """The same items in any order, or the same names; repeated ones count once."""
+    gold, said = ([v for i, v in enumerate(items) if v not in items[:i]] for items in (gold, said))
+    if len(gold) != len(said):
+        return False
+    names = [sorted(item[1] for item in items if item[0] == "name") for items in (gold, said)]
+    if names[0] == names[1] and len(set(names[0])) == len(gold):
+        return same_items(sorted(gold, key=lambda i: i[1]), sorted(said, key=lambda i: i[1]))
+    for item in gold:
+        match = next((i for i, other in enumerate(said) if same_or_not(item, other)), None)
+        if match is None:
+            return False
+        said.pop(match)
+    return True
+
+
+def same_or_not(a, b):
+    try:
+        return same(a, b)
+    except Unreadable:
+        return False
+
+
+BETWEEN = re.compile(r"(?:\s|\$|,|;|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\q?quad|\\[,; ])*")  # joins two boxes
+
+
+def final_answer(completion):
+    """What the completion gives as its answer: the last marked one, with the boxes that a comma or `and` joins to it."""
+    text = strip_thinking(completion)
+    found = marked_answers(text)
+    if not found:
+        return None
+    parts = found[-1:]
+    for before in reversed(found[:-1]):
+        between = text[before[1] : parts[0][0]]
+        if len(between) > 60 or not re.search(",|;|and|or", between) or not BETWEEN.fullmatch(between):
+            break
+        parts.insert(0, before)
+    if len({"".join(content.split()) for _, _, content in parts}) > 1:
+        return ", ".join(content for _, _, content in parts)
+    start, end, content = parts[-1]
+    inner = marked_answers(content)  # #### \boxed{10}, \boxed{\boxed{5}}
+    percent = re.match(r"\s*\$?\s*(?:\\?%|percent|pct)", text[end : end + 20])
+    return (inner[-1][2] if inner else content) + (r"\%" if percent else "")
+
+
+@lru_cache(maxsize=8192)
+def golds(answer):
+    """The acceptable answers of a gold: itself, or the strings of a JSON list, without their markers; raises TaskError."""
+    found = [answer]
+    with contextlib.suppress(ValueError, RecursionError):
+        data = json.loads(answer) if answer.lstrip().startswith("[") else None
+        found = data if data and all(isinstance(x, str) for x in data) else found
+    found = [marked[-1][2] if (marked := marked_answers(gold)) else gold for gold in found]
+    if any(re.sub(r"[\s$]", "", gold).lower() in ("", "nan", "none", "null") for gold in found):
+        raise TaskError("the answer of a math task is empty")
+    return found
+
+
+@lru_cache(maxsize=8192)
+def readings(text):
+    """The values a cleaned text may mean: 1,234 as a number and as a list of two, with its unit and without."""
+    found = []
+    for part in filter(None, (text, without_unit(text))):
+        for thousands in (True, False) if THOUSANDS.search(part) else (True,):
+            with contextlib.suppress(Unreadable):
+                found.append(read_value(part, thousands))
+    return found
+
+
+def squeeze(text):
+    """Without blanks that separate nothing."""
+    return re.sub(r"(?<!\w)\s+|\s+(?!\w)|\$", "", " ".join(text.split()))
+
+
+def check_math(completion, answer):
+    """1 when the marked answer equals the gold, or one of several."""
+    said, wanted = final_answer(completion), golds(answer)
+    if said is None:
+        return "no answer"
+    if squeeze(said) in map(squeeze, wanted):
+        return 1.0
+    if len(said) > 500 and not IN_WORKER:
+        raise NeedsWorker
+    for gold in wanted:
+        with contextlib.suppress(Unreadable):
+            a, b = clean(gold), clean(said)
+            if b and squeeze(a) == squeeze(b) or any(same_or_not(x, y) for x in readings(a) for y in readings(b)):
+                return 1.0
+            letters = [LABELLED.match(t)[1] if LABELLED.match(t) else t.strip("() .") for t in (a, b)]
+            if letters[0] == letters[1] and len(letters[0]) == 1 and not all(map(LABELLED.match, (a, b))):
+                return 1.0
+    return 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# choice: a letter, or the text of exactly one option
+
+# The last claim wins, and a claim needs an anchor: a box, <answer> tags, "Answer: B", "I choose B", "B is correct". A bare
+# letter counts when it is all there is (or all of the last line). So the A of "A city", the I of "I think" and the B of
+# "not B" are no claims, and two letters in one claim are no answer.
+
+ANCHORS = [  # L is the letter; blanks are counted, since \s* after \s* is slow on a long run of them
+    r"(?:answer|choice|option|antwort|réponse|respuesta|答案)\)?\s{0,5}(?:is|are|seems to be|would be|must be|should be|est|ist|es|是)?"
+    r"\s{0,5}(?:for sure|clearly|definitely|likely|the)?\s{0,5}(?:option|choice|letter)?\s{0,5}[:：=\-–—]*\s{0,5}L",
+    r"(?:choose|pick|select|choosing|selecting|picking|go(?:ing)? with|opt for)\s{1,5}(?:option |answer |choice |letter )?L",
+    r"(?:^|[^\w'])(?:so|thus|hence|therefore|but|it's|it is|it must be|think)[,:]?\s{1,5}L(?=\s{0,5}(?:[.!,;]|$))",
+    r"(?:^|[^\w'])L\s{1,5}(?:is|must be|seems|looks)\s{1,5}(?:the\s{1,5})?(?:correct|right|valid|true|best|answer)",
+]
+DENIED = re.compile(r"\s*(?:(?:is|are|was|seems|looks)\s*(?:n't|not|incorrect|wrong|false|invalid|tempting|out)|can(?:no|')t\b|cannot\b)", re.I)
+NEGATED = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|\brules? out|\beliminate)\W*(?:option |answer |be |the )?$", re.I)
+MARKUP = re.compile(r"[*`\"“”$\[\]{}<>_]|\\[()\[\]]")  # stands around letters and says nothing
+ANSWER_TAG = re.compile(r"<answer>(.{0,2000}?)</answer>", re.DOTALL | re.IGNORECASE)
+PRONOUN = re.compile(r"\s+[a-z]")  # a letter in a sentence: a car, I think
+ALSO = r"\s{0,5}(?:,|/|&|\+|\band\b|\bor\b)\s{0,5}(?:and |or )?"
+
+
+@lru_cache(maxsize=256)
+def choice_patterns(labels):
+    letter = rf"\(?\s{{0,5}}(?P<letter>{'|'.join(map(re.escape, labels))})(?![\w'’])\s{{0,5}}\)?"
+    lower = letter.replace("(?P<letter>", "(?P<letter>(?i:").replace(")(?![", "))(?![", 1)
+    also = re.compile(rf"{ALSO}\(?({'|'.join(map(re.escape, labels))})(?![\w'’])\)?(?!\s+[a-z])")
+    return [re.compile(a.replace("L", lower, 1), re.I) for a in ANCHORS], re.compile(rf"\s{{0,5}}{lower}"), also
+
+
+def claimed(content, choices, labels):
+    """The labels that the content of a box, a tag or a whole answer stands for: {'B'}, {'A', 'B'}, or nothing."""
+    text = plain_choice(content)
+    same_text = [label for label, option in choices.items() if fold(option) == fold(text) or fold(option) == fold(content)]
+    if len(same_text) == 1:
+        return set(same_text)
+    if (bare := text.strip("() ").upper()) in labels:
+        return {bare}
+    _, start, also = choice_patterns(labels)
+    match = start.match(text)
+    if not match:
+        run = text.replace(" ", "")
+        return set(run) if 1 < len(run) and set(run) <= set(labels) else set()
+    found, end = {match["letter"].upper()}, match.end()
+    while more := also.match(text, end):
+        found, end = found | {more[1].upper()}, more.end()
+    rest = text[end:].strip()
+    if not rest or len(found) > 1 or rest[0] in ".:)-–—," or match[0].strip().startswith("("):
+        return found
+    return found if fold(rest) == fold(choices.get(match["letter"].upper(), "")) else set()
+
+
+def plain_choice(text):
+    """Without markup, full-width letters and LaTeX wrappers."""
+    text = re.sub(r"\\(?:text\w*|math\w+)\s*\{", " {", nfkc(text))
+    return MARKUP.sub(" ", text).strip(" \t\n.,;:!。")
+
+
+def claims(text, choices, labels):
+    """(start, end, labels) of every anchored claim, in order."""
+    found = [(start, end, claimed(content, choices, labels)) for start, end, content in marked_answers(text)]
+    found += [(m.start(), m.end(), claimed(m[1], choices, labels)) for m in ANSWER_TAG.finditer(text)]
+    anchors, _, also = choice_patterns(labels)
+    flat = MARKUP.sub(" ", nfkc(text)) if len(nfkc(text)) == len(text) else MARKUP.sub(" ", text)
+    for pattern in anchors:
+        for match in pattern.finditer(flat):
+            letter, end = match["letter"], match.end("letter")
+            said = {letter.upper()}
+            if NEGATED.search(flat[max(match.start() - 30, 0) : match.start()]) or DENIED.match(flat, match.end()):
+                continue
+            if letter not in labels or letter == "I":  # "a" and "I" inside a sentence are words
+                if PRONOUN.match(flat, end):
+                    continue
+            while more := also.match(flat, end):
+                said, end = said | {more[1].upper()}, more.end()
+            found.append((match.start(), max(end, match.end()), said))
+    return sorted((claim for claim in found if claim[2]), key=lambda claim: (claim[1], claim[0]))
+
+
+def check_choice(completion, answer):
+    """1 when the last claim is the label of the answer, or its labels."""
+    wanted, choices, labels = parse_choice_answer(answer)
+    text = re.sub(r"[ \t]{2,}", " ", strip_thinking(completion))
+    found = claims(text, choices, labels)
+    if found:
+        said, spray, start = found[-1][2], found[-1][2], found[-1][0]
+        for before in reversed(found[:-1]):  # Answer: A, Answer: B, Answer: C with nothing between is no answer
+            if re.search(r"\w", text[before[1] : start]):
+                break
+            spray, start = spray | before[2], before[0]
+        return float(said == wanted and len(spray) <= max(2, len(wanted)))
+    lines = [line for line in text.strip().split("\n") if line.strip()]
+    listed = [re.match(r"\W*([A-Za-z0-9])\W*[.):]\s", line) for line in lines]
+    if len({m[1] for m in listed if m}) > 1:  # the options, listed again
+        lines = [line for line, m in zip(lines, listed) if not m]
+    for part in (" ".join(lines), *lines[-1:], *lines[:1]):
+        if said := claimed(part, choices, labels):
+            return float(said == wanted)
+    said = {label for label, option in choices.items() if mentions(text, option)}
+    inner = {a for a in said for b in said - {a} if fold(choices[a]) in fold(choices[b])}
+    if not said - inner or re.search(r"\bnot\b|n't|\bor\b|\bbecause\b", text, re.I) or len(text) > 200:
+        return "no answer"
+    return float(said - inner == wanted)
+
+
+def mentions(text, option):
+    text, option = fold(text), fold(option)
+    position = text.find(option)
+    while option and position >= 0:
+        around = text[:position][-1:], text[position + len(option) :][:1]
+        if not any(c.isalnum() for c in around):
+            return True
+        position = text.find(option, position + 1)
+    return False
+
+
+@lru_cache(maxsize=4096)
+def parse_choice_answer(answer):
+    """(labels of the answer, {label: text}, all labels): the answer is a bare letter or JSON; raises TaskError."""
+    answer = answer.strip()
+    try:
+        task = json.loads(answer) if answer.startswith("{") else {"label": answer}
+        choices = {str(k).strip(): str(v) for k, v in (task.get("choices") or {}).items()}
+        wanted = set(re.findall(r"\w+", str(task["label"])))
+        labels = tuple(choices) or tuple("123456789" if min(wanted).isdigit() else "ABCDEFGHIJ")
+        assert wanted and wanted <= set(labels)
+        return wanted, choices, labels
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        raise TaskError('a choice answer is a letter or JSON {"label": "B", "choices": {"A": "...", ...}}') from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# number: a value with a unit
+
+# The unit of the answer is converted to that of the gold; another dimension is wrong. A bare number is read in the unit
+# of the gold, and a unit is ignored where the gold has none. The tolerance is relative only: 0 is not nearly 1.6e-19.
+
+PREFIXES = {"f": -15, "p": -12, "n": -9, "µ": -6, "μ": -6, "u": -6, "m": -3, "c": -2, "d": -1, "k": 3, "M": 6, "G": 9, "T": 12}
+UNITS = {  # name: (factor to SI, exponents of m kg s A K mol)
+    "m": (1, (1,)), "g": (Fraction(1, 1000), (0, 1)), "s": (1, (0, 0, 1)), "A": (1, (0, 0, 0, 1)), "K": (1, (0, 0, 0, 0, 1)),
+    "mol": (1, (0, 0, 0, 0, 0, 1)), "N": (1, (1, 1, -2)), "J": (1, (2, 1, -2)), "W": (1, (2, 1, -3)), "Pa": (1, (-1, 1, -2)),
+    "Hz": (1, (0, 0, -1)), "C": (1, (0, 0, 1, 1)), "V": (1, (2, 1, -3, -1)), "F": (1, (-2, -1, 4, 2)), "Ω": (1, (2, 1, -3, -2)),
+    "ohm": (1, (2, 1, -3, -2)), "T": (1, (0, 1, -2, -1)), "Wb": (1, (2, 1, -2, -1)), "H": (1, (2, 1, -2, -2)),
+    "S": (1, (-2, -1, 3, 2)), "Bq": (1, (0, 0, -1)), "rad": (1, ()), "sr": (1, ()), "°": ("pi/180", ()), "deg": ("pi/180", ()),
+    "%": (Fraction(1, 100), ()), "L": (Fraction(1, 1000), (3,)), "l": (Fraction(1, 1000), (3,)), "min": (60, (0, 0, 1)),
+    "h": (3600, (0, 0, 1)), "hr": (3600, (0, 0, 1)), "day": (86400, (0, 0, 1)), "yr": (31557600, (0, 0, 1)),
+    "year": (31557600, (0, 0, 1)), "eV": (Fraction("1.602176634e-19"), (2, 1, -2)), "cal": (Fraction("4.184"), (2, 1, -2)),
+    "atm": (101325, (-1, 1, -2)), "bar": (100000, (-1, 1, -2)), "mmHg": (Fraction("133.322"), (-1, 1, -2)),
+    "torr": (Fraction("133.322"), (-1, 1, -2)), "psi": (Fraction("6894.757"), (-1, 1, -2)), "Å": (Fraction(1, 10**10), (1,)),
+    "in": (Fraction("0.0254"), (1,)), "ft": (Fraction("0.3048"), (1,)), "yd": (Fraction("0.9144"), (1,)),
+    "mi": (Fraction("1609.344"), (1,)), "mph": (Fraction("0.44704"), (1, 0, -1)), "lb": (Fraction("0.45359237"), (0, 1)),
+    "u": (Fraction("1.66053907e-27"), (0, 1)), "amu": (Fraction("1.66053907e-27"), (0, 1)), "M": (1000, (-3, 0, 0, 0, 0, 1)),
+    "°C": (1, (0, 0, 0, 0, 1)), "°F": (Fraction(5, 9), (0, 0, 0, 0, 1)), "hp": (Fraction("745.7"), (2, 1, -3)),
+    "tonne": (1000, (0, 1)), "kph": (Fraction(5, 18), (1, 0, -1)),
+}  # fmt: skip
+OFFSETS = {"°C": Fraction("273.15"), "°F": Fraction("459.67") * Fraction(5, 9)}
+SPELLED = {"meter": "m", "metre": "m", "gram": "g", "second": "s", "sec": "s", "ampere": "A", "amp": "A", "kelvin": "K", "mole": "mol"}
+SPELLED |= {"newton": "N", "joule": "J", "watt": "W", "pascal": "Pa", "hertz": "Hz", "coulomb": "C", "volt": "V", "farad": "F"}
+SPELLED |= {"ohms": "Ω", "tesla": "T", "liter": "L", "litre": "L", "minute": "min", "hour": "h", "degree": "°", "radian": "rad"}
+SPELLED |= {"celsius": "°C", "fahrenheit": "°F", "percent": "%", "angstrom": "Å", "mile": "mi", "foot": "ft", "feet": "ft", "inch": "in"}
+SPELLED_PREFIX = {"kilo": 3, "mega": 6, "giga": 9, "centi": -2, "milli": -3, "micro": -6, "nano": -9, "pico": -12}
+UNIT_TOKEN = re.compile(r"(?P<name>°\s*[CF](?![a-z])|[A-Za-zµμΩÅ%°]+)|\^?\s*\{?(?P<power>[+-]?\d+)\}?|(?P<sign>[/()*])|\s+")
+
+
+def unit_named(name):
+    """(factor, exponents, offset) of one unit, with its prefix; None when it is not known."""
+    name = name.replace(" ", "")
+    for known, exponent in [(name, 0)] + [(name[1:], PREFIXES[c]) for c in name[:1] if c in PREFIXES]:
+        known = SPELLED.get(known.lower(), SPELLED.get(known.lower().rstrip("s"), known)) if len(known) > 2 else known
+        if known in UNITS and (not exponent or known not in ("min", "h", "hr", "day", "%", "°", "in", "ft", "mi")):
+            return UNITS[known][0], exponent, UNITS[known][1], OFFSETS.get(known, 0)
+    for prefix, exponent in SPELLED_PREFIX.items():
+        base = name.lower().removeprefix(prefix)
+        if base != name.lower() and SPELLED.get(base, SPELLED.get(base.rstrip("s"))) in UNITS:
+            known = SPELLED.get(base, SPELLED.get(base.rstrip("s")))
+            return UNITS[known][0], exponent, UNITS[known][1], 0
+    return None
+
+
+def read_unit(text):
+    """(factor, exponents, offset) of kg m/s^2, J/(mol K), g mol^{-1}; raises Unreadable."""
+    text = re.sub(r"\\mu\s*“?\s*", "µ", text).replace("“", " ").replace("”", " ").replace("\\Omega", "Ω").replace("\\ohm", "Ω").replace("\\AA", "Å")
+    factor, dimension, offset, side, last, position, inside = Fraction(1), [0] * 6, 0, 1, None, 0, False
+    count = 0
+    while position < len(text):
+        match = UNIT_TOKEN.match(text, position)
+        if not match:
+            raise Unreadable(f"no unit: {text[:40]}")
+        position = match.end()
+        if match["sign"]:
+            side = -1 if match["sign"] == "/" else 1 if match["sign"] == ")" else side
+            inside = match["sign"] == "(" or inside and match["sign"] != ")"
+            continue
+        if match["name"] or match["power"]:
+            if match["name"]:
+                unit = unit_named(match["name"])
+                if unit is None:
+                    raise Unreadable(f"no unit: {match['name']}")
+                last, power, count, offset = (unit, side), side, count + 1, unit[3]
+            elif last is None or abs(int(match["power"])) > 12:
+                raise Unreadable("a power of nothing")
+            else:
+                power = last[1] * (int(match["power"]) - 1)
+            (value, exponent, exponents, _), _ = last
+            value = Fraction(math.pi) / 180 if value == "pi/180" else Fraction(value)
+            factor *= (value * Fraction(10) ** exponent) ** power
+            dimension = [d + e * power for d, e in zip(dimension, (*exponents, *[0] * 6))]
+            side = side if inside else 1 if match["power"] else side
+            side = 1 if match["name"] and not inside and not re.match(r"\s*\^", text[position:]) else side
+    return factor, dimension, offset if count == 1 else 0
+
+
+def read_quantity(text):
+    """(value, unit or None) of a cleaned answer: the number is what stands before the unit. Raises Unreadable."""
+    left, equals, right = text.rpartition("=")
+    text = strip_edges(right if equals and is_name(strip_edges(left)) else text).replace("≈", "").strip()
+    starts = [m.start() for m in re.finditer(r"(?<![A-Za-z\\])[A-Za-z“µμΩÅ°%]|\\(?:mu|Omega|AA)", text)][:20]
+    for start in [len(text), *starts]:
+        try:
+            unit = read_unit(text[start:]) if start < len(text) else None
+            return number_value(expression(text[:start].strip(" *"))), unit
+        except Unreadable:
+            continue
+    raise Unreadable("no number with a unit")
+
+
+def number_value(node):
+    if symbols(node) - {"π", "e"}:
+        raise Unreadable("no number")
+    try:
+        return evaluate(node, {}, exactly)
+    except Inexact:
+        return Fraction(approximate(node))
+
+
+def check_number(completion, answer):
+    """1 when the boxed value is within the tolerance, after its unit is converted."""
+    (gold, gold_unit), tolerance = parse_number_answer(answer)
+    said = final_answer(completion)
+    if said is None:
+        return "no answer"
+    with contextlib.suppress(Unreadable, OverflowError):
+        value, unit = read_quantity(THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), clean(said)))
+        if gold_unit and unit:
+            if gold_unit[1] != unit[1]:
+                return 0.0
+            value, gold = value * unit[0] + unit[2], gold * gold_unit[0] + gold_unit[2]
+        elif unit and not any(unit[1]):  # 50 % of nothing is 0.5
+            value *= unit[0]
+        return float(abs(value - gold) <= tolerance * abs(gold))
+    return 0.0
+
+
+@lru_cache(maxsize=4096)
+def parse_number_answer(answer):
+    """((value, unit), relative tolerance) of JSON {"value": "9.81 m/s^2", "rel_tol": 0.01}; raises TaskError."""
+    try:
+        task = json.loads(answer)
+        tolerance = Fraction(task.get("rel_tol", 0.01))
+        assert 0 <= tolerance < 1
+        return read_quantity(clean(str(task["value"]))), tolerance
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        raise TaskError('a number answer is JSON {"value": "9.81 m/s^2", "rel_tol": 0.01}') from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# exact: the text, white space folded
+
+
+def fold(text):
+    """White space folded, letters in lower case."""
+    return " ".join(text.split()).casefold()
+
+
+def check_exact(completion, answer):
+    return float(" ".join(strip_thinking(completion).split()) == " ".join(answer.split()) != "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ifeval: the 25 instruction types of Google's IFEval (arXiv 2311.07911), with the verdicts of its reference
+
+# The reference is kept also where it reads strangely (a keyword is found inside other words, a nested bullet counts,
+# text with more than the wanted sections passes), so that scores compare with published ones. It is left where it takes
+# a keyword for a regular expression (here it is plain text), crashes (deep JSON fails, "zh" is any Chinese), draws a
+# random letter (the given character is counted) or says yes because the language detector failed (here that fails).
+
+
+def at_least_or_less(count, relation, bound):
+    if relation not in ("at least", "less than"):
+        raise TaskError(f"unknown relation {relation!r}: IFEval has 'at least' and 'less than'")
+    return count >= bound if relation == "at least" else count < bound
+
+
+def count_text(needle, text):
+    return text.lower().count(needle.lower())
+
+
+def has_word(word, text):
+    """The word with no letter, digit or underscore beside an edge that is itself one: what \\bword\\b means."""
+    return re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None
+
+
+# Sentences as NLTK's punkt cuts them, without NLTK: its list of English abbreviations, and for its statistics of words that
+# start a sentence its own starters and the commonest words. On 2,402 texts the count differs from punkt's for 14.
+ABBREVIATIONS = set(
+    "a.a a.c a.d a.g a.h a.m a.m.e a.s a.t adm ala ariz aug ave b.f b.v bros c.i.t c.o.m.b c.v calif chg cie co col colo conn "
+    "corp cos ct d.c d.h d.w dec dr e.f e.h e.l e.m f.g f.j feb fla fri ft g.d g.f g.k ga gen h.c h.f h.m i.m.s ill inc j.b "
+    "j.c j.j j.k j.p j.r jan jr kan ky l.a l.f l.p lt ltd m.b.a m.d.c m.j maj messrs mg mich minn mr mrs ms n.c n.d n.h n.j "
+    "n.m n.v n.y nev nov oct ok okla ore p.a.m p.m pa ph.d prof r.a r.h r.i r.j r.k r.t rep reps s.a s.a.y s.c s.g s.p.a s.s "
+    "sen sep sept sr st sw t.j tenn tues u.k u.n u.s u.s.a u.s.s.r va vs vt w.c w.r w.va w.w wash wed wis yr".split()
+)
+STARTERS = set(
+    "according although among both but despite even he however i if in indeed instead it many meanwhile moreover most "
+    "nevertheless nonetheless nor sales separately similarly since so some the there these they this though thus under when "
+    "while yet a an and are as at by can did do for from has have how is may my no not of on one our she that their then to "
+    "was we what where which who why will with you your".split()
+)
+SENTENCE_END = re.compile(r"[.?!](?=$|[)\";}\]*:@'({\[!?])")  # in a run of text without blanks
+CLOSERS = re.compile(r"\s*[\"')\]}]+(?:\s+|(?=--)|$)")  # quotes and brackets that belong to the sentence before
+
+
+def sentence_ends(text):
+    runs = [*re.finditer(r"\S+", text)]
+    for run, following in zip(runs, [*runs[1:], None]):
+        ends = [m.start() for m in SENTENCE_END.finditer(run[0]) if following or m.end() < len(run[0])]
+        if not ends:
+            continue
+        end = ends[-1]
+        word = re.split(r"[()\[\]{}\";!?*]", run[0][:end])[-1].lower()
+        after = following[0] if following and end == len(run[0]) - 1 else ""
+        if run[0][end] == ".":
+            if len(word) == 1 and word.isalpha():  # an initial, but in a list numbered a. b. i.
+                if word not in "abix" or after[:1].islower():
+                    continue
+            elif word.endswith(".") or {word, word.split("-")[-1]} & ABBREVIATIONS:
+                if not (after[:1].isupper() and re.split(r"\W", after.lower())[0] in STARTERS):
+                    continue
+            elif re.fullmatch(r"-?[\d.,-]+", word) and after[:1].islower():  # 1. first item
+                continue
+        yield run.start() + end + 1
+
+
+def sentences(text):
+    count, start = 0, 0
+    for end in [*sentence_ends(text), len(text)]:
+        count += bool(text[start:end].strip())
+        closers = CLOSERS.match(text, end)
+        start = closers.end() if closers else end
+    return count
+
+
+def capital_words(text):
+    """Words in capitals as NLTK's word_tokenize cuts them, nearly: CAN'T is two, WELL-KNOWN and STOP/GO are one."""
+    text = re.sub(r"(?<=[^' ])('s|'m|'d|'ll|'re|'ve|n't)\b", r" \1", text, flags=re.IGNORECASE)
+    return sum(word.isupper() for word in re.sub(r"[^\w\s'./-]|--+", " ", text).split())
+
+
+def bullets(text):
+    """Lines that start with - or with one *; as in the reference a lone * takes the next line with it."""
+    dashes = sum(line.lstrip().startswith("-") for line in text.split("\n"))
+    stars, lines = 0, iter(text.split("\n"))
+    for line in lines:
+        line = line.lstrip()
+        if line.startswith("*") and line[1:2] != "*":
+            stars += 1 if line[1:] or next(lines, None) is not None else 0
+    return dashes + stars
+
+
+def paragraphs(text):
+    """Parts between *** dividers; None when one in the middle is empty."""
+    parts = re.split(r"\s?\*\*\*\s?", text)
+    inner = [part for part in parts[1:-1] if not part.strip()]
+    return None if inner else sum(bool(part.strip()) for part in parts)
+
+
+def paragraph_start(text, number):
+    """How many paragraphs there are and the first word of one; the reference counts filled ones, but numbers all."""
+    parts = text.split("\n\n")
+    count = sum(bool(part.strip()) for part in parts)
+    if number > count or not (paragraph := parts[number - 1].strip()):
+        return None, ""
+    word = paragraph.split()[0].lstrip("'").lstrip('"')
+    return count, re.split(r"[.,?!'\"]", word)[0].lower()
+
+
+def highlights(text):
+    single = [part for part in re.findall(r"\*[^\n*]*\*", text) if part.strip("*").strip()]
+    double = [part for part in re.findall(r"\*\*[^\n*]*\*\*", text) if part[2:-2].strip()]
+    return len(single) + len(double)
+
+
+def placeholders(text):
+    """Pairs [...] within a line; by str.find, since a regular expression is quadratic in unclosed brackets."""
+    count = 0
+    for line in text.split("\n"):
+        end = -1
+        while (start := line.find("[", end + 1)) >= 0 and (end := line.find("]", start)) >= 0:
+            count += 1
+    return count
+
+
+def postscript(text, marker):
+    pattern = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker) or re.escape(marker.lower())
+    return re.search(pattern, text.lower()) is not None
+
+
+def is_json(text):
+    text = text.strip()
+    for tag in ("```json", "```Json", "```JSON", "```"):
+        text = text.removeprefix(tag)
+    try:
+        json.loads(text.removesuffix("```").strip())
+        return True
+    except (ValueError, RecursionError):
+        return False
+
+
+def has_title(text):
+    """<<title>> within a line, something between."""
+    for line in text.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start and start + 2 < end and line[start : end + 2].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+def two_responses(text):
+    parts = text.split("******")
+    if any(not part.strip() for part in parts[1:-1]):
+        return False
+    parts = [part.strip() for part in parts if part.strip()]
+    return len(parts) == 2 and parts[0] != parts[1]
+
+
+def language(text):
+    """The language langdetect sees, seeded: unseeded it changes its mind on short texts. None where it sees none."""
+    if not IN_WORKER:
+        raise NeedsWorker
+    from langdetect import DetectorFactory, detect
+    from langdetect.lang_detect_exception import LangDetectException
+
+    DetectorFactory.seed = 0
+    try:
+        return detect(text)
+    except LangDetectException:
+        return None
+
+
+def in_language(text, wanted):
+    found = language(text)
+    return found == wanted or wanted == "zh" and found in ("zh-cn", "zh-tw")
+
+
+CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+IFEVAL = {
+    "keywords:existence": lambda t, keywords: all(count_text(k, t) for k in keywords),
+    "keywords:frequency": lambda t, keyword, frequency, relation: at_least_or_less(
+        count_text(keyword, t), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda t, forbidden_words: not any(has_word(w, t) for w in forbidden_words),
+    "keywords:letter_frequency": lambda t, letter, let_frequency, let_relation: at_least_or_less(
+        t.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    "language:response_language": lambda t, language: in_language(t, language),
+    "length_constraints:number_sentences": lambda t, num_sentences, relation: at_least_or_less(
+        sentences(t), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": lambda t, num_paragraphs: paragraphs(t) == num_paragraphs,
+    "length_constraints:number_words": lambda t, num_words, relation: at_least_or_less(
+        len(re.findall(r"\w+", t)), relation, num_words
+    ),
+    "length_constraints:nth_paragraph_first_word": lambda t, num_paragraphs, nth_paragraph, first_word: (
+        paragraph_start(t, nth_paragraph) == (num_paragraphs, first_word.lower())
+    ),
+    "detectable_content:number_placeholders": lambda t, num_placeholders: placeholders(t) >= num_placeholders,
+    "detectable_content:postscript": lambda t, postscript_marker: postscript(t, postscript_marker),
+    "detectable_format:number_bullet_lists": lambda t, num_bullets: bullets(t) == num_bullets,
+    "detectable_format:constrained_response": lambda t: any(option in t for option in CONSTRAINED),
+    "detectable_format:number_highlighted_sections": lambda t, num_highlights: highlights(t) >= num_highlights,
+    "detectable_format:multiple_sections": lambda t, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", t)) >= num_sections
+    ),
+    "detectable_format:json_format": is_json,
+    "detectable_format:title": has_title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": lambda t, prompt_to_repeat: (
+        t.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda t, end_phrase: t.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
+    "startend:quotation": lambda t: len(t.strip()) > 1 and t.strip()[0] == t.strip()[-1] == '"',
+    "change_case:capital_word_frequency": lambda t, capital_frequency, capital_relation: at_least_or_less(
+        capital_words(t), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda t: t.isupper() and in_language(t, "en"),
+    "change_case:english_lowercase": lambda t: t.islower() and in_language(t, "en"),
+    "punctuation:no_comma": lambda t: "," not in t,
+}
+
+
+def check_ifeval(completion, answer):
+    """All-or-nothing over the instructions of a prompt; with "partial": true in the answer, the share that is met."""
+    task = parse_ifeval_answer(answer)
+    text = strip_thinking(completion)
+    if not text.strip():
+        return "no answer"
+    met = [IFEVAL[name](text, **kwargs) for name, kwargs in task["instructions"]]
+    return sum(met) / len(met) if task["partial"] else float(all(met))
+
+
+@lru_cache(maxsize=4096)
+def parse_ifeval_answer(answer):
+    """The instructions of an answer as (id, kwargs), checked; raises TaskError for what is not known: a type that is
+    passed over in silence would pay every answer."""
+    try:
+        task = json.loads(answer)
+        pairs = list(zip(task["instruction_id_list"], task.get("kwargs") or [{}] * len(task["instruction_id_list"])))
+        pairs = [(name, {k: v for k, v in (kwargs or {}).items() if v is not None}) for name, kwargs in pairs]
+        assert pairs and len(pairs) == len(task["instruction_id_list"])
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
+        raise TaskError('an ifeval answer is JSON {"instruction_id_list": [...], "kwargs": [{...}, ...]}') from None
+    for name, kwargs in pairs:
+        if name not in IFEVAL:
+            raise TaskError(f"unknown instruction {name!r}: only the 25 of Google's IFEval are checked (not IFBench's)")
+        wanted = set(IFEVAL[name].__code__.co_varnames[1 : IFEVAL[name].__code__.co_argcount])
+        if set(kwargs) != wanted:
+            raise TaskError(f"{name} takes {sorted(wanted) or 'no arguments'}, got {sorted(kwargs)}")
+        for key, value in kwargs.items():
+            if key.endswith("relation"):
+                at_least_or_less(0, value, 0)
+    return {"instructions": pairs, "partial": bool(task.get("partial"))}
+
+
+def needs_langdetect(answer):
+    names = ("language:response_language", "change_case:english_capital", "change_case:english_lowercase")
+    return any(name in names for name, _ in parse_ifeval_answer(answer)["instructions"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tool: function calls, judged as the AST check of the Berkeley Function-Calling Leaderboard (BFCL) judges them
+
+# A call is right when its name, its set of arguments, their types and their values are: an int stands for a float, never
+# the other way round, and no bool for an int; texts are compared without case, blanks and ,./-_*^. Order of calls is free,
+# their number is not. In an answer "accept" lists more values for an argument and "optional" names those that may be absent;
+# BFCL's own form {"name": {"argument": [value, value, ""]}} is read too, where "" means optional.
+
+CALL_BLOCK = re.compile(r"<(tool_call|function_call)>(.*?)(?:</\1>|\Z)|^[ \t]*```[\w]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+LOOSE = re.compile(r"[ ,./\-_*^]")
+
+
+def check_tool(completion, answer):
+    """1 when the calls in the completion are those of the answer."""
+    wanted = parse_tool_answer(answer)
+    text = strip_thinking(completion).strip()
+    blocks = [(m[2] or m[3] or "").strip() for m in CALL_BLOCK.finditer(text)] or [text.removeprefix("[TOOL_CALLS]").strip()]
+    try:
+        said = [call for block in blocks for call in read_calls(block)]
+    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, MemoryError, RecursionError):
+        return "no answer"
+    if len(said) != len(wanted):
+        return 0.0 if said else "no answer"
+    for call in wanted:
+        match = next((i for i, other in enumerate(said) if same_call(other, call)), None)
+        if match is None:
+            return 0.0
+        said.pop(match)
+    return 1.0
+
+
+def read_calls(text):
+    """(name, arguments) of the calls in a block: JSON, or Python call syntax, which is parsed and not run."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        if not IN_WORKER:  # a hostile expression can exhaust the stack of Python's parser
+            raise NeedsWorker from None
+        nodes = ast.parse(text.strip()).body
+        nodes = [node.value for node in nodes if isinstance(node, ast.Expr)] if len(nodes) < 50 else []
+        nodes = [part for node in nodes for part in (node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node])]
+        return [(ast.unparse(n.func), python_arguments(n)) for n in nodes]
+    if isinstance(data, dict) and "tool_calls" in data:
+        data = data["tool_calls"]
+    return [json_call(item) for item in (data if isinstance(data, list) else [data])]
+
+
+def python_arguments(node):
+    if node.args or any(k.arg is None for k in node.keywords) or len({k.arg for k in node.keywords}) < len(node.keywords):
+        raise ValueError("arguments need names")
+    return {k.arg: ast.literal_eval(k.value) for k in node.keywords}
+
+
+def json_call(item):
+    item = item.get("function") if isinstance(item.get("function"), dict) else item
+    arguments = next(item[key] for key in ("arguments", "parameters", "args", "input") if key in item or key == "input")
+    return str(item["name"]), dict(json.loads(arguments) if isinstance(arguments, str) else arguments)
+
+
+def same_call(said, wanted):
+    name, arguments = said
+    accept, optional = wanted["accept"], wanted["optional"]
+    if name != wanted["name"] or not accept.keys() - optional <= arguments.keys() <= accept.keys():
+        return False
+    return all(any(same_argument(value, good) for good in accept[key]) for key, value in arguments.items())
+
+
+def same_argument(said, good):
+    if isinstance(good, str) and isinstance(said, str):
+        return said == good or LOOSE.sub("", said).lower().replace("'", '"') == LOOSE.sub("", good).lower().replace("'", '"') != ""
+    if isinstance(good, list):
+        return isinstance(said, (list, tuple)) and len(said) == len(good) and all(map(same_argument, said, good))
+    if isinstance(good, dict):
+        return isinstance(said, dict) and said.keys() == good.keys() and all(same_argument(said[k], good[k]) for k in good)
+    return (type(said) is type(good) or (type(said), type(good)) == (int, float)) and said == good
+
+
+@lru_cache(maxsize=4096)
+def parse_tool_answer(answer):
+    """The calls of an answer as {"name", "accept": {argument: [values]}, "optional"}; raises TaskError."""
+    try:
+        calls = []
+        for call in json.loads(answer)["calls"]:
+            if "name" not in call:  # BFCL's form
+                ((name, accept),) = call.items()
+                optional = {key for key, values in accept.items() if "" in values}
+                calls.append({"name": name, "accept": {k: list(v) for k, v in accept.items()}, "optional": optional})
+                continue
+            accept = {key: [value] for key, value in call["arguments"].items()}
+            accept |= {key: [*accept.get(key, []), *values] for key, values in call.get("accept", {}).items()}
+            calls.append({"name": call["name"], "accept": accept, "optional": set(call.get("optional", []))})
+        assert calls and all(isinstance(call["name"], str) and call["optional"] <= call["accept"].keys() for call in calls)
+        return calls
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
+        raise TaskError('a tool answer is JSON {"calls": [{"name": "f", "arguments": {"x": 1}}, ...]}') from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# code: the program runs in a sandbox, the expected values stay outside
+
+FENCE = re.compile(r"^[ \t>]*(?P<ticks>`{3,}|~{3,})[ \t]*(?P<tag>[\w+#.-]*)[^\n]*$", re.MULTILINE)
+TAGS = {"<answer>": "</answer>", "[BEGIN]": "[DONE]"}  # around code without a fence
+PYTHON_TAGS = {"py", "python", "python3", "py3", "python2", "ipython", "sage"}
+MAX_CODE = 1_000_000  # characters
+
+
+@lru_cache(maxsize=1024)
+def extract_code(completion, names=()):
+    """The last Python block after the thinking that defines one of the names, else the last non-empty one, else the last
+    block without a language; None when there is none."""
+    text = strip_thinking(completion.replace("\r\n", "\n").lstrip("\ufeff"))
+    python, plain, position = [], [], 0
+    fences = list(FENCE.finditer(text))
+    for i, fence in enumerate(fences):
+        if fence.start() < position:
+            continue
+        ticks, tag = fence["ticks"], fence["tag"].lower()
+        close = next((f for f in fences[i + 1 : i + 50] if f["ticks"][0] == ticks[0] and not f["tag"]), None)
+        body = text[fence.end() + 1 : close.start() if close else len(text)]
+        position = close.end() if close else len(text)
+        if not close and body.rstrip().endswith(ticks):  # print(a + b)```
+            body = body.rstrip()[: -len(ticks)]
+        if fence[0].lstrip(" ").startswith(">"):
+            body = re.sub(r"^[ ]*>[ ]?", "", body, flags=re.MULTILINE)
+        if not body.strip() and not close and not tag and i == 0:  # only a closing fence: the prompt has opened the block
+            plain.append(text[: fence.start()])
+        elif body.strip() and (tag in PYTHON_TAGS or not tag):
+            (python if tag else plain).append(textwrap.dedent(body) if body[:1] in " \t" else body)
+    tagged = [text.rpartition(tag)[2].partition(TAGS[tag])[0].lstrip("\n") for tag in TAGS if tag in text]
+    blocks = python or plain or (tagged if not fences else [])
+    wanted = re.compile(rf"^[ \t]*(?:(?:async )?def|class) +(?:{'|'.join(map(re.escape, names))})\b", re.MULTILINE)
+    defining = [block for block in blocks if names and wanted.search(block)]
+    return (defining or blocks)[-1].lstrip("\ufeff") if blocks else None
+
+
+def check_code(completion, answer, worker, timeout):
+    """Score of a program, or why there is none. `worker` runs it; what it returns or prints is compared here."""
+    task = parse_code_answer(answer)
+    code = extract_code(completion, task["wanted"])
+    if code is None or len(code) > MAX_CODE:
+        return "no answer"
+    job = {"code": code, "seconds": timeout}
+    if task["type"] == "stdin":
+        for text, expected in task["cases"]:
+            reply = worker.call(job | {"do": "program", "stdin": text}, timeout)
+            if reply.get("exit") != 0 or not same_output(reply["stdout"], expected):
+                return "timeout" if "timeout" in reply else 0.0
+        return 1.0
+    job["imports"] = task["imports"]
+    if task["type"] == "function":
+        reply = worker.call(job | {"do": "function", "cls": task.get("cls"), "calls": task["calls"]}, timeout)
+        values = reply.get("values") or []
+        if len(values) != len(task["calls"]):
+            return "timeout" if "timeout" in reply else 0.0
+        return float(all(task["same"](decode(v), expected) for v, expected in zip(values, task["expected"])))
+    tests = {"setup": task["setup"], "asserts": task["asserts"]}
+    reply = worker.call(job | {"do": "tests", "names": task["names"]}, timeout, tests)
+    return "timeout" if "timeout" in reply else float(reply.get("passed", False))
+
+
+@lru_cache(maxsize=4096)
+def parse_code_answer(answer):
+    """The answer of a code task as a dictionary, checked; raises TaskError."""
+    try:
+        task = json.loads(answer)
+        task |= {"imports": "", "wanted": ()}
+        if task["type"] == "stdin":
+            assert task["cases"] and all(isinstance(a, str) and isinstance(b, str) for a, b in task["cases"])
+        elif task["type"] == "function":
+            assert task["cases"] and isinstance(task["name"], str) and all(isinstance(a, list) for a, _ in task["cases"])
+            task["calls"] = [[task["name"], encode(arguments)] for arguments, _ in task["cases"]]
+            task["expected"], task["same"] = [expected for _, expected in task["cases"]], same_value
+            task["wanted"] = (task.get("cls") or task["name"],)
+        elif task["type"] == "assert":
+            assert task["asserts"] and all(isinstance(line, str) for line in task["asserts"])
+            parse_asserts(task)
+        else:
+            raise KeyError(task["type"])
+    except (ValueError, KeyError, TypeError, AssertionError, RecursionError, SyntaxError) as error:
+        raise TaskError(
+            'a code answer is JSON {"type": "stdin" | "function" | "assert", ...} with "cases" or "asserts" '
+            f"({type(error).__name__}: {str(error)[:80]})"
+        ) from None
+    return task
+
+
+def parse_asserts(task):
+    """Reads the tests. Where each is `assert f(literals) == literal`, they become calls and values, compared here;
+    else they run in a child of their own, with a stub for each name that they use and do not define."""
+    tree = ast.parse(task.setdefault("setup", "") + "\n" + "\n".join(task["asserts"]))
+    nodes = list(ast.walk(tree))
+    imports = [n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) and getattr(n, "module", "") != "__future__"]
+    bound = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    bound |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler))}
+    bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    bound |= {(a.asname or a.name).split(".")[0] for n in imports for a in n.names}
+    used = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    task["names"] = sorted(used - bound - BUILTINS | ({task["entry_point"]} if task.get("entry_point") else set()))
+    if not task["names"]:  # a solution may be called sum
+        task["names"] = sorted({n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} - bound)
+    task["imports"], task["wanted"] = "\n".join(map(ast.unparse, imports)), tuple(task["names"])
+    calls, expected = [], []
+    for node in tree.body:
+        match node:
+            case ast.Assert(test=ast.Compare(left=ast.Call(func=ast.Name(id=name), args=args, keywords=[]), ops=[ast.Eq()])):
+                try:
+                    calls.append([name, encode([ast.literal_eval(a) for a in args])])
+                    expected.append(ast.literal_eval(node.test.comparators[0]))
+                except (ValueError, TypeError):
+                    return
+            case ast.Import() | ast.ImportFrom():
+                pass
+            case _:
+                return
+    if {name for name, _ in calls} <= set(task["names"]):
+        task.update(type="function", calls=calls, expected=expected, same=lambda value, right: bool(value == right))
+
+
+BUILTINS = set(dir(builtins))
+INTEGER = re.compile(r"[+-]?\d+")
+DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?")
+
+
+def same_output(printed, expected):
+    """Line by line, then token by token: text and integers exactly, 1e-6 where the expected token has a point.
+
+    >>> same_output("3\\r\\n", "3\\n"), same_output("0.30000000000000004", "0.3"), same_output("3.0", "3")
+    (True, True, False)
+    """
+    lines, wanted = printed.rstrip().split("\n"), expected.rstrip().split("\n")
+    if len(lines) != len(wanted):
+        return False
+    for line, want in zip(lines, wanted):
+        tokens, targets = line.split(), want.split()
+        if len(tokens) != len(targets):
+            return False
+        for token, target in zip(tokens, targets):
+            if token != target and not ("." in target and close_decimals(token, target)):
+                return False
+    return True
+
+
+def close_decimals(token, target):
+    if not (DECIMAL.fullmatch(token) and DECIMAL.fullmatch(target)) or len(token) > 400 or len(target) > 400:
+        return False
+    return math.isclose(float(token), float(target), rel_tol=1e-6, abs_tol=1e-6)
+
+
+def same_value(value, expected):
+    """Equal as Python's == has it, except that a tuple is no list and floats have 1e-6; `expected` is from JSON."""
+    if isinstance(expected, list):
+        return type(value) is list and len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(expected, dict):
+        if type(value) is not dict or len(value) != len(expected):
+            return False
+        keys = {k if isinstance(k, str) else json.dumps(k): v for k, v in value.items() if not isinstance(k, tuple)}
+        return len(keys) == len(expected) and all(k in keys and same_value(keys[k], v) for k, v in expected.items())
+    if isinstance(expected, bool) or expected is None or isinstance(expected, str):
+        return type(value) is type(expected) and value == expected
+    if isinstance(expected, float):
+        return type(value) in (int, float) and (value == expected or math.isclose(value, expected, rel_tol=1e-6))
+    return type(value) in (int, float, complex, bool) and value == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The worker process: `python -I verifiers.py --worker`. It runs programs in children of its own, which it forks warm.
+
+# The child gets inputs only. Its values come back through a file in memory, as plain types with their names, so that an
+# object that is equal to everything arrives as what it is: nothing. Nothing in there is secret, so nothing can be stolen;
+# a forged reply has to hold the right values, and then it is no forgery. Tests written as code (`assert f(1) == 2`, a
+# HumanEval check) run in a second child that never loads the solution: the names of the solution are stubs there, which
+# send arguments to the first child and get plain values back.
+
+ADDRESS_SPACE = 1 << 30  # bytes
+MAX_OUTPUT = 4 << 20  # bytes of stdout, of a result, of a file
+MAX_PROCESSES, MAX_FILES = 64, 64
+MAX_DEPTH = 60  # of a returned value
+NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC = 0x20000, 0x10000000, 0x20000000, 0x40000000, 0x8000000  # linux/sched.h
+MS_RDONLY, MS_NOSUID, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 1, 2, 0x1000, 0x2000, 0x4000, 0x40000  # linux/mount.h
+SCRATCH = "/scratch"  # the folder of a program, where the root is ours
+PLAIN = (bool, str, float, type(None))
+
+
+def encode(value, keep=None, depth=0):
+    """A value as JSON with its type; what is not plain becomes a handle (when `keep` can hold it) or {"?": type}."""
+    kind = type(value)
+    if depth > MAX_DEPTH:
+        raise ValueError("too deep")
+    if kind in PLAIN:
+        return value
+    if kind is int:
+        return value if -(1 << 60) < value < 1 << 60 else {"int": hex(value)}
+    if kind is list:
+        return [encode(v, keep, depth + 1) for v in value]
+    if kind in SEQUENCES:
+        return {SEQUENCES[kind]: [encode(v, keep, depth + 1) for v in list(value)]}
+    if kind in MAPPINGS:
+        return {"dict": [[encode(k, keep, depth + 1), encode(v, keep, depth + 1)] for k, v in dict(value).items()]}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if kind is Fraction:
+        return {"fraction": [hex(value.numerator), hex(value.denominator)]}
+    if kind is type and value.__module__ == "builtins":
+        return {"type": value.__name__}
+    if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and type(value.item()) in (int, *PLAIN):
+        return encode(value.item(), keep, depth)
+    return {"handle": keep(value)} if keep else {"?": kind.__name__}
+
+
+def decode(data, handle=None):
+    """Back from `encode`; `handle(i)` stands for what could not be sent."""
+    if isinstance(data, list):
+        return [decode(v, handle) for v in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, body),) = data.items()
+    if kind == "int":
+        return int(body, 16)
+    if kind in ("tuple", "set", "frozenset"):
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(v, handle) for v in body)
+    if kind == "dict":
+        return {decode(k, handle): decode(v, handle) for k, v in body}
+    if kind == "bytes":
+        return bytes.fromhex(body)
+    if kind == "complex":
+        return complex(*body)
+    if kind == "fraction":
+        return Fraction(int(body[0], 16), int(body[1], 16))
+    if kind == "type":
+        return getattr(builtins, body)
+    return handle(body) if handle and kind == "handle" else NOTHING
+
+
+class Opaque:
+    """A value that could not be sent: equal to nothing but itself, and false."""
+
+    def __bool__(self):
+        return False
+
+
+NOTHING = Opaque()
+TYPING = {}  # names that LeetCode's solutions use without an import
+SEQUENCES, MAPPINGS = {tuple: "tuple", set: "set", frozenset: "frozenset"}, {dict}
+
+
+def read_exactly(fd, size):
+    parts = []
+    while size:
+        part = os.read(fd, min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def send(fd, message):
+    """A message is eight bytes of length and JSON."""
+    data = message if isinstance(message, bytes) else json.dumps(message).encode()
+    data = memoryview(len(data).to_bytes(8, "little") + data)
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def receive(fd):
+    return json.loads(read_exactly(fd, int.from_bytes(read_exactly(fd, 8), "little")))
+
+
+def worker_main():
+    """Serves jobs from standard input until it closes, which it does when the caller ends, however it ends."""
+    global IN_WORKER
+    IN_WORKER = True
+    sandbox = Sandbox()
+    jobs, replies = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    for name in WARM:
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    import collections
+    import typing
+
+    os.environ.clear()
+    os.environ.update(PATH="/usr/bin:/bin", HOME=SCRATCH, TMPDIR=SCRATCH, LANG="C.UTF-8", OPENBLAS_NUM_THREADS="1")
+    TYPING.update({n: getattr(typing, n) for n in "Any Callable Dict List Optional Set Tuple Union".split()})
+    MAPPINGS.update({collections.Counter, collections.OrderedDict, collections.defaultdict})
+    sandbox.jobs, sandbox.private = jobs, (jobs, replies)
+    send(replies, {"isolation": sandbox.isolation})
+    gc.freeze()  # fewer pages to copy after a fork
+    while True:
+        try:
+            job = receive(jobs)
+        except EOFError:
+            os._exit(0)
+        send(replies, JOBS[job.pop("do")](sandbox, **job))
+
+
+WARM = "collections heapq bisect itertools functools math random string re typing datetime copy operator dataclasses".split()
+WARM += "decimal fractions statistics enum io json traceback threading queue abc contextlib textwrap time".split()
+
+
+class Sandbox:
+    """Where children run: Linux namespaces where the system lets us, limits of the process elsewhere."""
+
+    def __init__(self):
+        self.root = os.geteuid() == 0
+        self.uid = 64000 + os.getpid() % 1000  # for the children of root: its own count of processes, no rights
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        self.isolation, self.children, self.private, self.jobs = "limits", [], (), -1
+        limits = {"AS": ADDRESS_SPACE, "FSIZE": MAX_OUTPUT, "NOFILE": MAX_FILES, "NPROC": MAX_PROCESSES, "CORE": 0}
+        numbers = {name: getattr(resource, f"RLIMIT_{name}", None) for name in limits}
+        self.limits = [(numbers[name], value) for name, value in limits.items() if numbers[name] is not None]
+        if sys.platform == "linux":
+            self.libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of a child become ours, and die with it
+            try:
+                self.enter()
+                self.isolation = "namespaces"
+            except OSError as error:
+                self.isolation = f"limits only, with the network and the files of this user ({error})"
+
+    def ok(self, result, what):
+        if result != 0:
+            raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+    def enter(self):
+        """Moves to a file system with nothing but the interpreter, read only, without network, with own processes, as the
+        first of them: so kill(-1) reaches all others and cannot reach it. Raises OSError where that is not allowed."""
+        flags = NEWNS | NEWPID | NEWNET | NEWIPC | (0 if self.root else NEWUSER)
+        trial = os.fork()  # half a namespace would be worse than none
+        if trial == 0:
+            os._exit(ctypes.get_errno() if self.libc.unshare(flags) else 0)
+        if error := os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1]):
+            raise OSError(error, f"unshare: {os.strerror(error)}")
+        user, group = os.geteuid(), os.getegid()
+        self.ok(self.libc.unshare(flags), "unshare")
+        if not self.root:
+            for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+                Path("/proc/self", name).write_text(text)
+        child = os.fork()  # the first child is in the new namespace; this process only waits for it
+        if child:
+            os.close(0), os.close(1)
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+        self.libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: gone with the process that waits
+        self.build_root()
+
+    def mount(self, source, target, kind=None, flags=0, data=None):
+        source, target, kind, data = (None if x is None else os.fsencode(x) for x in (source, target, kind, data))
+        self.ok(self.libc.mount(source, target, kind, flags, data), f"mount {os.fsdecode(target)}")
+
+    def build_root(self):
+        """A root folder of bind mounts: system libraries, the interpreter, /dev/null; the old root is let go."""
+        self.mount("none", "/", flags=MS_REC | MS_PRIVATE)
+        new = "/sys"  # any folder that Python does not live in
+        self.mount("tmpfs", new, "tmpfs", MS_NOSUID, "size=1m,mode=755")
+        wanted = ["/usr", "/lib", "/lib64", "/bin", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"]
+        wanted += ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", os.path.dirname(os.__file__)]
+        wanted += [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))]
+        bound = []
+        for path in sorted({*filter(os.path.exists, wanted)}, key=len):
+            if os.path.islink(path) and path.count("/") == 1:  # /bin -> usr/bin
+                os.symlink(os.readlink(path), new + path)
+            elif not any(path.startswith(b + "/") for b in bound):
+                os.makedirs(new + (path if os.path.isdir(path) else os.path.dirname(path)), exist_ok=True)
+                if not os.path.isdir(path):
+                    Path(new + path).touch()
+                self.mount(path, new + path, flags=MS_BIND | MS_REC)
+                bound.append(path)
+        for name in ("proc", "dev/shm", "old", SCRATCH):
+            os.makedirs(f"{new}/{name.strip('/')}", exist_ok=True)
+        if not os.path.exists(f"{new}/tmp"):
+            os.symlink(SCRATCH, f"{new}/tmp")
+        for name, target in (("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2"), ("fd", "")):
+            os.symlink("/proc/self/fd" + target, f"{new}/dev/{name}")
+        self.mount("proc", f"{new}/proc", "proc", MS_NOSUID)
+        os.chdir(new)
+        self.ok(self.libc.pivot_root(b".", b"old"), "pivot_root")
+        os.chdir("/")
+        self.ok(self.libc.umount2(b"/old", 2), "umount /old")  # MNT_DETACH
+        read_only = (ctypes.c_uint64 * 4)(1, 0, 0, 0)  # mount_setattr, for all mounts below; its number is 442 everywhere
+        self.ok(self.libc.syscall(442, -100, b"/", 0x8000, read_only, ctypes.sizeof(read_only)), "mount_setattr")
+        self.fresh_folder()
+
+    def fresh_folder(self):
+        """The scratch folder and /dev/shm as new file systems: what a program left behind is gone however it is nested or locked."""
+        for path, size in ((SCRATCH, "size=64m,nr_inodes=4k"), ("/dev/shm", "size=16m,nr_inodes=1k")):
+            self.libc.umount2(path.encode(), 2)
+            self.mount("tmpfs", path, "tmpfs", MS_NOSUID, size + ",mode=1777")
+
+    def spawn(self, body, seconds, keep=()):
+        """Forks a child that runs body() with limits in an empty folder; returns its process id."""
+        if not self.children:
+            self.folder = SCRATCH if self.isolation == "namespaces" else tempfile.mkdtemp(prefix="verifiers-")
+        pid = os.fork()
+        if pid:
+            self.children.append(pid)
+            return pid
+        try:
+            for fd in {*self.private} - {*keep}:
+                os.close(fd)
+            self.confine(seconds)
+            body()
+        finally:
+            os._exit(70)
+
+    def confine(self, seconds):
+        """What a child does before it runs the code of others."""
+        os.setsid()
+        os.chdir(self.folder)
+        if self.folder != SCRATCH:
+            os.environ.update(HOME=self.folder, TMPDIR=self.folder)
+        for number, value in [*self.limits, (resource.RLIMIT_CPU, math.ceil(seconds) + 1)]:
+            with contextlib.suppress(ValueError, OSError):  # macOS refuses some
+                resource.setrlimit(number, (value, value))
+        if self.root:
+            if self.folder != SCRATCH:
+                os.chown(".", self.uid, self.uid)
+            os.setgroups([]), os.setgid(self.uid), os.setuid(self.uid)
+            if not os.access(os.__file__, os.R_OK):  # Python in /root, and no mount to reach it by
+                raise PermissionError(f"programs run as user {self.uid}, who cannot read {os.__file__}")
+        elif self.isolation == "namespaces":
+            for capability in range(41):
+                self.libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+            version, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+            self.ok(self.libc.capset(version, none), "capset")
+        if sys.platform == "linux":
+            self.libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+
+    def wait(self, pid, seconds):
+        """Exit code of a child, or None when its time was up; all children and what descends from them end here."""
+        deadline, code, pause = time.monotonic() + seconds, None, 0.0005
+        watch = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+        while code is None and (left := deadline - time.monotonic()) > 0:
+            if watch is not None:
+                select.select([watch], [], [], left)
+            else:
+                time.sleep(pause)
+                pause = min(pause * 2, 0.02)
+            done, status = os.waitpid(pid, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if done else None
+        if watch is not None:
+            os.close(watch)
+        self.end_children()
+        return code
+
+    def end_children(self):
+        if self.isolation == "namespaces":
+            self.kill(-1)
+        for pid in self.children:
+            self.kill(-pid)  # its process group, and itself
+            self.kill(pid)
+        orphans = Path(f"/proc/self/task/{os.getpid()}/children")  # on Linux: with those that had left the group
+        while True:
+            if self.isolation != "namespaces" and orphans.exists():
+                for orphan in orphans.read_text().split():
+                    self.kill(int(orphan))
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                break
+        self.children = []
+        if self.folder != SCRATCH:
+            remove_tree(self.folder)
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{SCRATCH}/solution.py")
+            if any(os.listdir(path) or os.stat(path).st_mode != 0o41777 for path in (SCRATCH, "/dev/shm")):
+                self.fresh_folder()
+
+    def kill(self, pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def remove_tree(folder):
+    def open_up(function, path, error):
+        os.chmod(os.path.dirname(path), 0o700)
+        os.chmod(path, 0o700)
+        function(path)
+
+    with contextlib.suppress(OSError, RecursionError):
+        shutil.rmtree(folder, onerror=open_up)
+
+
+def memory_file():
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("file", os.MFD_CLOEXEC)
+    return os.dup(tempfile.TemporaryFile().fileno())
+
+
+def read_back(fd):
+    os.lseek(fd, 0, os.SEEK_SET)
+    data = b""
+    while part := os.read(fd, 1 << 20):
+        data += part
+        if len(data) > MAX_OUTPUT:
+            break
+    return data
+
+
+def load_solution(code, name, extra=""):
+    """Runs the code as a real module, so that dataclasses, pickle, globals and __main__ work; returns its names."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    sys.argv = ["solution.py"]
+    sys.path.insert(0, os.getcwd())
+    module.__dict__.update(TYPING)
+    if name == "__main__":
+        module.__file__ = os.path.abspath("solution.py")
+        with open("solution.py", "w", encoding="utf-8", errors="replace") as file:
+            file.write(code)
+    if extra:
+        with contextlib.suppress(ImportError):
+            exec(compile(extra, "setup", "exec", dont_inherit=True), module.__dict__)
+    exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__
+
+
+def finish(code):
+    """Ends like the interpreter: waits for threads, runs exit handlers, flushes."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def run_program(sandbox, code, stdin, seconds):
+    source, sink = memory_file(), memory_file()
+    os.write(source, stdin.encode("utf-8", "surrogatepass"))
+    os.lseek(source, 0, os.SEEK_SET)
+
+    def body():
+        os.dup2(source, 0)
+        os.dup2(sink, 1)
+        os.close(source), os.close(sink)
+        sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+        sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
+        sys.__stdin__, sys.__stdout__ = sys.stdin, sys.stdout
+        atexit._clear()
+        try:
+            load_solution(code, "__main__")
+            status = 0
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        except BaseException:  # noqa: B036  as the interpreter does
+            status = 1
+        finish(status & 255)
+
+    status = sandbox.wait(sandbox.spawn(body, seconds), seconds)
+    output = read_back(sink)
+    os.close(source), os.close(sink)
+    if status is None:
+        return {"timeout": True}
+    return {"exit": status, "stdout": output.decode("utf-8", "replace")}
+
+
+def run_function(sandbox, code, cls, calls, imports, seconds):
+    result = memory_file()
+
+    def body():
+        dumps, write = json.dumps, os.write
+        names = load_solution(code, "solution", imports)
+        values = []
+        for name, arguments in calls:
+            function = getattr(names[cls](), name) if cls else names[name]
+            values.append(encode(function(*decode(arguments))))
+        data = dumps(values).encode()
+        while data:
+            data = data[write(result, data) :]
+        os._exit(0)
+
+    status = sandbox.wait(sandbox.spawn(body, seconds), seconds)
+    output = read_back(result)
+    os.close(result)
+    if status is None:
+        return {"timeout": True}
+    with contextlib.suppress(ValueError, RecursionError):
+        if status == 0:
+            return {"values": json.loads(output)}
+    return {"failed": True}
+
+
+class Remote:
+    """In the child with the tests: something that lives in the child with the solution. Equal to nothing, and false."""
+
+    def __init__(self, target, ask):
+        self.__dict__.update(target=target, ask=ask)
+
+    def __call__(self, *args, **kwargs):
+        return self.ask("call", self.target, args, kwargs)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.ask("getattr", self.target, (name,))
+
+    def __setattr__(self, name, value):
+        self.ask("setattr", self.target, (name, value))
+
+    def __iter__(self):
+        return iter(self.ask("list", self.target))
+
+    def __len__(self):
+        return self.ask("len", self.target)
+
+    def __getitem__(self, key):
+        return self.ask("getitem", self.target, (key,))
+
+    def __str__(self):
+        return self.ask("str", self.target)
+
+    def __bool__(self):
+        return False
+
+
+REMOTE = {
+    "call": lambda f, *args, **kwargs: f(*args, **kwargs),
+    "getattr": getattr,
+    "setattr": setattr,
+    "getitem": lambda x, key: x[key],
+    "list": list,
+    "len": len,
+    "str": str,
+}
+
+
+def solver(names, connection):
+    """Answers the calls of the tests until the connection closes. `names`: the namespace of the solution."""
+    kept = []
+
+    def keep(value):
+        kept.append(value)
+        return len(kept) - 1
+
+    while True:
+        message = receive(connection)
+        try:
+            arguments = decode(message["args"], kept.__getitem__)
+            keywords = decode(message["kwargs"], kept.__getitem__)
+            target = message["target"]
+            target = kept[target] if isinstance(target, int) else names[target]
+            value = encode(REMOTE[message["do"]](target, *arguments, **keywords), keep)
+            after = encode(list(arguments), lambda value: None)  # a function may sort its list in place
+            reply = {"value": value, "args": after if after != message["args"] else None}
+        except Exception as error:  # the tests may expect it
+            kind = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
+            reply = {"error": kind.__name__}
+        send(connection, reply)
+
+
+def judge(tests, names, connection):
+    """Runs the tests with a stub for each name of the solution; raises what they raise."""
+    def ask(do, target, args=(), kwargs=None):
+        number = lambda value: value.target if type(value) is Remote else None  # noqa: E731
+        sent = {"args": encode(list(args), number), "kwargs": encode(kwargs or {}, number)}
+        send(connection, sent | {"do": do, "target": target})
+        reply = receive(connection)
+        if "error" in reply:
+            raise getattr(builtins, reply["error"], RuntimeError)
+        for old, new in zip(args, decode(reply["args"] or [])):
+            if type(old) is list:
+                old[:] = new
+            elif type(old) in (dict, set):
+                old.clear()
+                old.update(new)
+        return decode(reply["value"], lambda number: Remote(number, ask))
+
+    stubs = {name: Remote(name, ask) for name in names}
+    module = types.ModuleType("tests")
+    sys.modules["tests"] = module
+    module.__dict__.update(stubs)
+    exec(compile(tests["setup"], "setup", "exec", dont_inherit=True), module.__dict__)
+    module.__dict__.update(stubs)
+    for line in tests["asserts"]:
+        exec(compile(line, "assert", "exec", dont_inherit=True), module.__dict__)
+
+
+def run_tests(sandbox, code, names, imports, seconds):
+    """The solution in one child, the tests in another. This process never holds the tests: its next children are forks
+    of it, and the memory of a child is an open book to the code in it."""
+    ours, theirs = socket.socketpair()
+    result = memory_file()
+
+    def solution_body():
+        ours.close()
+        solver(load_solution(code, "solution", imports), theirs.fileno())
+
+    def tests_body():
+        if sys.platform == "linux":
+            sandbox.libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: its memory is closed to the other child
+        theirs.close()
+        tests = receive(sandbox.jobs)
+        os.close(sandbox.jobs)
+        os.write(result, b"read ")
+        judge(tests, names, ours.fileno())
+        os.write(result, b"pass")
+        os._exit(0)
+
+    sandbox.spawn(solution_body, seconds)
+    tests_pid = sandbox.spawn(tests_body, seconds, keep={sandbox.jobs})
+    ours.close(), theirs.close()
+    status = sandbox.wait(tests_pid, seconds)
+    output = read_back(result)
+    os.close(result)
+    if not output.startswith(b"read "):
+        os._exit(1)  # the tests may still be in the pipe: start afresh
+    return {"timeout": True} if status is None else {"passed": status == 0 and output == b"read pass"}
+
+
+def run_score(sandbox, verifier, completion, answer):
+    return {"outcome": check((verifier, completion, answer))}
+
+
+JOBS = {"program": run_program, "function": run_function, "tests": run_tests, "score": run_score}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The pool: worker processes of the caller, kept between calls
+
+TIMEOUT = 6.0  # seconds of wall clock for one run of a program, or one check
+
+
+class WorkerFailed(Exception):
+    """The worker died or did not answer; it is replaced, and its row scores 0."""
+
+
+class Worker:
+    """One worker process and the pipe to it. A new Python, not a fork: the caller may hold CUDA and threads."""
+
+    command = [sys.executable, "-I", "-X", "utf8", "-X", "int_max_str_digits=0", os.path.abspath(__file__), "--worker"]
+    logged = False
+
+    def __init__(self):
+        if os.name != "posix":
+            raise TaskError("this check needs a worker process and runs on Linux and macOS; on Windows use WSL")
+        environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        self.process = subprocess.Popen(self.command, env=environment, **pipes)
+        isolation = self.receive(60.0)["isolation"]
+        if not Worker.logged:
+            Worker.logged = True
+            level = logging.INFO if isolation == "namespaces" else logging.WARNING
+            log.log(level, "programs of the model run in children with %s", isolation)
+        self.isolation = isolation
+
+    def receive(self, seconds):
+        descriptor, data, deadline = self.process.stdout.fileno(), b"", time.monotonic() + seconds
+        size = None
+        while size is None or len(data) < size:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                raise WorkerFailed("timeout")
+            part = os.read(descriptor, 1 << 20)
+            if not part:
+                raise WorkerFailed("crash")
+            data += part
+            if size is None and len(data) >= 8:
+                size, data = int.from_bytes(data[:8], "little"), data[8:]
+        return json.loads(data)
+
+    def call(self, job, seconds, tests=None):
+        """The worker's reply to a job; raises WorkerFailed when there is none in time."""
+        try:
+            send(self.process.stdin.fileno(), job)
+            if tests is not None:
+                send(self.process.stdin.fileno(), tests)
+        except OSError:
+            raise WorkerFailed("crash") from None
+        return self.receive(seconds + 5.0)
+
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+class Pool:
+    """Idle workers; more are started when all are busy, up to what the batches ask for."""
+
+    def __init__(self):
+        self.idle, self.pid = queue.SimpleQueue(), os.getpid()
+
+    def take(self):
+        while True:
+            try:
+                worker = self.idle.get_nowait()
+            except queue.Empty:
+                return Worker()
+            if worker.process.poll() is None:
+                return worker
+            worker.stop()
+
+    def stop(self):
+        if self.pid == os.getpid():
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self.idle.get_nowait().stop()
+
+
+POOL = Pool()
+atexit.register(lambda: POOL.stop())
+
+
+def check_outside(row, timeout):
+    """Checks one row with a worker: a score, or the reason for 0."""
+    verifier, completion, answer = row
+    worker = POOL.take()
+    try:
+        if verifier == "code":
+            outcome = check_code(completion, answer, worker, timeout)
+        else:
+            job = {"do": "score", "verifier": verifier, "completion": completion, "answer": answer}
+            outcome = worker.call(job, timeout)["outcome"]
+    except WorkerFailed as failure:
+        worker.stop()
+        return str(failure)
+    except BaseException:
+        worker.stop()
+        raise
+    POOL.idle.put(worker)
+    return outcome
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verify, verify_batch
+
+
+CHECKS = {"math": check_math, "choice": check_choice, "number": check_number, "ifeval": check_ifeval}
+CHECKS |= {"tool": check_tool, "exact": check_exact}
+
+
+class Scores(list):
+    """Scores in the order of the rows; `counts` says how many zeros were no plain wrong answers: "no answer" (no box,
+    no code, no letter), "unparsable gold", "timeout", "crash"."""
+
+    def __init__(self, scores, counts):
+        super().__init__(scores)
+        self.counts = counts
+
+
+def check(row):
+    """A score in [0, 1], or the reason for 0 in a word. Slow rows raise NeedsWorker."""
+    verifier, completion, answer = row
+    try:
+        if verifier == "code":
+            if extract_code(completion, parse_code_answer(answer)["wanted"]) is None:
+                return "no answer"
+            raise NeedsWorker
+        return CHECKS[verifier](completion, answer)
+    except TaskError:
+        return "unparsable gold"
+    except RecursionError:
+        return 0.0
+
+
+def verify_batch(rows, workers=None, timeout=TIMEOUT):
+    """Scores of (verifier, completion, answer) rows, in order; equal rows are checked once.
+
+    workers: processes at a time (default: the cores). timeout: seconds for one run of a program or one slow check.
+    Returns a list of floats in [0, 1] that also has `.counts`. Raises TaskError for an unknown verifier only.
+    """
+    global POOL
+    if POOL.pid != os.getpid():
+        POOL = Pool()
+    rows = [tuple(row) for row in rows]
+    for name in {row[0] for row in rows} - {*CHECKS, "code"}:
+        raise TaskError(f"unknown verifier {name!r}: there are {', '.join([*CHECKS, 'code'])}")
+    outcomes, slow = {}, []
+    for row in dict.fromkeys(rows):
+        try:
+            outcomes[row] = check(row)
+        except NeedsWorker:
+            slow.append(row)
+    if slow:
+        with ThreadPoolExecutor(min(workers or os.cpu_count() or 1, len(slow))) as threads:
+            outcomes.update(zip(slow, threads.map(lambda row: check_outside(row, timeout), slow)))
+    counts = {}
+    for row in rows:
+        if isinstance(outcomes[row], str):
+            counts[outcomes[row]] = counts.get(outcomes[row], 0) + 1
+    if counts:
+        log.debug("zeros that are no plain wrong answers: %s", counts)
+    return Scores([0.0 if isinstance(outcomes[row], str) else float(outcomes[row]) for row in rows], counts)
+
+
+def verify(verifier, completion, answer):
+    """The score of one completion in [0, 1]. Never raises on a bad completion.
+
+    >>> verify("exact", " some  text\\n", "some text"), verify("choice", "The answer is (B).", "B")
+    (1.0, 1.0)
+    """
+    return verify_batch([(verifier, completion, answer)])[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# load_tasks: presets, files, and the layouts in common use
+
+BOXED = "Think step by step. Put the final answer in \\boxed{}."
+LETTER = "Think step by step. End with a line `Answer: X`, where X is the letter of the right option."
+PYTHON = "Write a complete Python program text in one ```python block: imports, the function, nothing that runs it."
+
+
+def task(prompt, domain, verifier, answer, **more):
+    answer = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    return {"prompt": prompt, "domain": domain, "verifier": verifier, "answer": answer} | more
+
+
+def options(question, texts, labels, answer, domain="science"):
+    listed = "\n".join(f"{label}. {text}" for label, text in zip(labels, texts))
+    gold = {"label": answer, "choices": dict(zip(labels, texts))}
+    return task(f"{question}\n\n{listed}\n\n{LETTER}", domain, "choice", gold)
+
+
+def gsm8k(row):
+    return task(f"{row['question']}\n\n{BOXED}", "math", "math", row["answer"].split("####")[-1].strip().replace(",", ""))
+
+
+def svamp(row):
+    question = f"{row['Body'].strip().rstrip('.')}. {row['Question']}"
+    return task(f"{question}\n\n{BOXED}", "math", "math", str(row["Answer"]).removesuffix(".0"))
+
+
+def math500(row):
+    return task(f"{row['problem']}\n\n{BOXED}", "math", "math", row["answer"], id=row.get("unique_id"))
+
+
+def openbookqa(row):
+    choices = row["choices"]
+    return options(row["question_stem"], choices["text"], choices["label"], row["answerKey"]) | {"id": row.get("id")}
+
+
+def mmlu(row):
+    return options(row["question"], row["choices"], "ABCD", "ABCD"[int(row["answer"])])
+
+
+def mbpp(row):
+    tests = row["test_list"]
+    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
+    text = f"{row.get('text') or row['prompt']}\n\nYour code must pass:\n{tests[0]}\n\n{PYTHON}"
+    return task(text, "code", "code", {"type": "assert", "setup": setup, "asserts": tests}, id=f"mbpp-{row['task_id']}")
+
+
+def humaneval(row):
+    text = f"Complete this function:\n\n```python\n{row['prompt'].strip()}\n```\n\n{PYTHON}"
+    name = row["entry_point"]
+    # the prompt's own helpers (poly, encode_shift, ...) come with the tests: a solution must not bring its own judge
+    tests = {"type": "assert", "setup": row["prompt"] + "\n" + row["test"], "asserts": [f"check({name})"]}
+    return task(text, "code", "code", tests | {"entry_point": name}, id=row["task_id"])
+
+
+def ifeval(row):
+    kwargs = [{k: v for k, v in (kwargs or {}).items() if v is not None} for kwargs in row["kwargs"]]
+    answer = {"instruction_id_list": row["instruction_id_list"], "kwargs": kwargs}
+    return task(row["prompt"], "instruction", "ifeval", answer, id=f"ifeval-{row['key']}")
+
+
+# name: (hub id, config, default split, row -> task)
+PRESETS = {
+    "gsm8k": ("openai/gsm8k", "main", "train", gsm8k),
+    "svamp": ("ChilleD/SVAMP", None, "test", svamp),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test", math500),
+    "openbookqa": ("allenai/openbookqa", "main", "train", openbookqa),
+    "mmlu-stem": ("TIGER-Lab/MMLU-STEM", None, "test", mmlu),
+    "mbpp": ("google-research-datasets/mbpp", "full", "train", mbpp),
+    "mbpp-sanitized": ("google-research-datasets/mbpp", "sanitized", "train", mbpp),
+    "humaneval": ("openai/openai_humaneval", None, "test", humaneval),
+    "ifeval": ("google/IFEval", None, "train", ifeval),
+}
+TINY = Path(__file__).resolve().parent / "tiny" / "tasks"
+DOMAINS = ("math", "code", "science", "instruction", "reverse", "translate")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+def from_verl(row):
+    """verl's parquet rows; the domain is its ability, the verifier follows from it."""
+    reward = row["reward_model"]
+    gold = reward["ground_truth"]
+    verifier = {"code": "code", "science": "choice", "mcq": "choice", "ifeval": "ifeval"}.get(
+        str(row.get("ability", "math")).lower(), "math"
+    )
+    return task(row["prompt"], str(row.get("ability") or "math").lower(), verifier, gold if isinstance(gold, str) else str(gold))
+
+
+OPEN_INSTRUCT = {"gsm8k": ("math", "math"), "math": ("math", "math"), "test": ("math", "math"), "ifeval": ("instruction", "ifeval")}
+
+
+def from_open_instruct(row):
+    """open-instruct's rows (messages, ground_truth, dataset)."""
+    name = row["dataset"][0] if isinstance(row["dataset"], list) else row["dataset"]
+    if str(name).lower() not in OPEN_INSTRUCT:
+        raise TaskError(f"dataset {name!r} of open-instruct has no verifier here: there are {', '.join(OPEN_INSTRUCT)}")
+    domain, verifier = OPEN_INSTRUCT[str(name).lower()]
+    return task(row["messages"], domain, verifier, row["ground_truth"])
+
+
+# columns that mark a layout, and its reader
+LAYOUTS = [
+    ({"prompt", "verifier", "answer"}, lambda row: {"domain": row["verifier"]} | row),
+    ({"prompt", "reward_model", "data_source"}, from_verl),
+    ({"messages", "ground_truth", "dataset"}, from_open_instruct),
+]
+
+
+def read_rows(path):
+    """(line number, row) of a file; plain JSON for .jsonl, `datasets` for the rest."""
+    path = Path(path)
+    if not path.exists():
+        raise TaskError(f"{path}: no such file")
+    if path.suffix == ".jsonl":
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        row = json.loads(line)
+                    except ValueError as error:
+                        raise TaskError(f"{path}:{number}: not JSON ({error}); one object a line is wanted") from None
+                    if not isinstance(row, dict):
+                        raise TaskError(f"{path}:{number}: a JSON object is wanted, got {type(row).__name__}")
+                    yield number, row
+        return
+    import datasets
+
+    kind = path.suffix[1:]
+    as_text = {"keep_default_na": False, "converters": {"answer": str, "prompt": str}} if kind == "csv" else {}
+    try:
+        yield from enumerate(datasets.load_dataset(kind, data_files=str(path), split="train", **as_text), 1)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise TaskError(f"{path}: cannot be read as {kind} ({str(error).splitlines()[0][:120]})") from None
+
+
+def read_preset(name, split, data_dir):
+    """Rows of a preset: DATA_DIR/<preset>/<split>.* when it is given, else the hub."""
+    hub, config, default, _ = PRESETS[name]
+    split = split or default
+    if data_dir:
+        paths = [Path(data_dir) / name / (split + suffix) for suffix in SUFFIXES]
+        path = next((path for path in paths if path.exists()), None)
+        if path is None:
+            raise TaskError(f"{name}:{split}: none of {paths[0]} (or .json, .parquet, .csv) exists; see --data_dir")
+        return ((f"{path}:{number}", row) for number, row in read_rows(path))
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(hub, config, split=split)
+    except Exception as error:  # the hub client raises many kinds, all of them mean the same here
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        raise TaskError(f"{name}:{split}: cannot load {hub} from the hub ({reason}); try --data_dir") from None
+    return ((f"{hub}:{number}", row) for number, row in enumerate(rows, 1))
+
+
+def source(spec, data_dir):
+    """(place, row, reader) of all rows that a spec names; reader is None for files, whose layout is looked up."""
+    name, _, split = spec.partition(":")
+    if spec.endswith(SUFFIXES):
+        for number, row in read_rows(spec):
+            yield f"{spec}:{number}", row, None
+    elif name == "tiny":
+        domain, _, part = split.rpartition(":")
+        if part in DOMAINS and not domain:
+            domain, part = part, "train"
+        files = [TINY / f"{d}-{part or 'train'}.jsonl" for d in ([domain] if domain else DOMAINS)]
+        found = [path for path in files if path.exists()]
+        if not found:
+            known = sorted(path.stem for path in TINY.glob("*.jsonl"))
+            raise TaskError(f"{spec}: no tiny tasks of that name; there are {', '.join(known) or 'none at ' + str(TINY)}")
+        for path in found:
+            for number, row in read_rows(path):
+                yield f"{path}:{number}", row, None
+    elif name in PRESETS:
+        for place, row in read_preset(name, split, data_dir):
+            yield place, row, PRESETS[name][3]
+    else:
+        raise TaskError(f"{spec}: neither a preset (tiny, {', '.join(PRESETS)}) nor a path to {', '.join(SUFFIXES)}")
+
+
+def read_task(place, row, reader):
+    """One checked task row."""
+    if reader is None:
+        reader = next((reader for columns, reader in LAYOUTS if columns <= row.keys()), None)
+        if reader is None:
+            raise TaskError(
+                f"{place}: columns {', '.join(sorted(row))} fit no layout; wanted are prompt, domain, verifier, answer "
+                "(or verl's prompt, reward_model, data_source, or open-instruct's messages, ground_truth, dataset)"
+            )
+    try:
+        row = reader(row)
+        check_gold(row)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise TaskError(f"{place}: {error if isinstance(error, TaskError) else f'{type(error).__name__} {error}'}") from None
+    text = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
+    digest = hashlib.sha256((text + "\0" + row["answer"]).encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    kept = {key: row[key] for key in ("prompt", "domain", "verifier", "answer")} | {"id": str(row.get("id") or digest)}
+    return kept | ({"held_out": True} if row.get("held_out") else {})
+
+
+def check_gold(row):
+    """Raises TaskError for a row that could never be scored rightly."""
+    prompt, verifier, answer = row["prompt"], row["verifier"], row["answer"]
+    chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    if not (isinstance(prompt, str) and prompt.strip() or chat):
+        raise TaskError("the prompt must be a text or a list of messages with role and content")
+    if not isinstance(answer, str):
+        raise TaskError(f"the answer must be a string (JSON where structured), got {type(answer).__name__}")
+    if verifier not in GOLDS:
+        raise TaskError(f"unknown verifier {verifier!r}: there are {', '.join(GOLDS)}")
+    GOLDS[verifier](answer)
+    if verifier == "ifeval" and needs_langdetect(answer) and not has_langdetect():
+        raise TaskError("this task needs language detection: pip install langdetect")
+
+
+def check_gold_text(answer):
+    if not answer.strip():
+        raise TaskError("the answer is empty")
+
+
+@lru_cache(maxsize=1)
+def has_langdetect():
+    import importlib.util
+
+    return importlib.util.find_spec("langdetect") is not None
+
+
+GOLDS = {
+    "math": golds,
+    "code": parse_code_answer,
+    "choice": parse_choice_answer,
+    "number": parse_number_answer,
+    "ifeval": parse_ifeval_answer,
+    "tool": parse_tool_answer,
+    "exact": check_gold_text,
+}
+
+
+def load_tasks(spec, limit=None, seed=0, data_dir=None):
+    """Task rows with prompt, domain, verifier, answer, id (and held_out) of a preset, `tiny...` or a file.
+
+    spec: "tiny:math", "tiny:math:test", "tiny:test" (all domains of a split), "gsm8k:test", or a path.
+    limit: keep so many rows, drawn with `seed`, in their old order. Raises TaskError, one line that names the place.
+    """
+    rows = [read_task(*item) for item in source(str(spec), data_dir)]
+    if not rows:
+        raise TaskError(f"{spec}: no rows")
+    if limit is not None and limit < len(rows):
+        rows = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), limit))]
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main(path):
+    """Scores a file of rows and says where scores differ from what was expected."""
+    rows = [(number, row) for number, row in read_rows(path)]
+    for number, row in rows:
+        if not {"verifier", "completion", "answer"} <= row.keys():
+            raise TaskError(f"{path}:{number}: a row needs verifier, completion, answer")
+    started = time.monotonic()
+    scores = verify_batch([(row["verifier"], row["completion"], row["answer"]) for _, row in rows])
+    seconds = time.monotonic() - started
+    table = {}
+    for (_, row), score in zip(rows, scores):
+        print(json.dumps({"score": score} | ({"expected": row["expected"]} if "expected" in row else {})))
+        if "expected" in row:
+            group = "apart (debatable, policy)" if row.get("debatable") or row.get("policy") else "core"
+            for name in (group, f"  {row.get('kind', row['verifier'])}"):
+                entry = table.setdefault(name, [0, 0, 0])
+                entry[0] += 1
+                entry[1] += score > row["expected"]
+                entry[2] += score < row["expected"]
+    print(f"{len(rows)} rows, mean score {sum(scores) / max(len(rows), 1):.3f}, {seconds:.1f} s", file=sys.stderr)
+    print(f"zeros that are no plain wrong answers: {scores.counts or 'none'}", file=sys.stderr)
+    for name, (n, false_right, false_wrong) in sorted(table.items(), key=lambda item: (item[0].startswith(" "), item[0])):
+        if not name.startswith(" ") or false_right or false_wrong:
+            print(f"{name:36} {n:5} rows  {false_right:3} wrongly paid  {false_wrong:3} wrongly refused", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--worker"]:
+        worker_main()
+    elif len(sys.argv) != 2:
+        sys.exit("verifiers.py: python verifiers.py FILE.jsonl (rows with verifier, completion, answer[, expected])")
+    else:
+        try:
+            main(sys.argv[1])
+        except TaskError as error:
+            sys.exit(f"verifiers.py: {error}")
