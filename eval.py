@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser
 from transformers.hf_argparser import HfArg
+from transformers.utils.logging import disable_progress_bar
 
 from verifiers import TaskError, load_tasks, verify_batch
 
@@ -120,6 +121,7 @@ def load_model(name, device):
     Padding is never told from content by its id, so the pad id may be one that ends.
     """
     folder = model_folder(name)
+    disable_progress_bar()  # of loading; the runs show their own
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(folder)

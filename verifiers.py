@@ -14,8 +14,8 @@ is noise. Each verifier here takes the completion of a model and the answer of a
     load_tasks("gsm8k:train", limit=100)                      rows with prompt, domain, verifier, answer, id
     python verifiers.py FILE.jsonl                            scores rows {"verifier", "completion", "answer"[, "expected"]}
 
-The rules, with the reports they come from, are in each section. Two hold everywhere: text of a model is never given to
-eval, exec or a regular expression in this process, and whatever cannot be read scores 0.
+The rules and their reasons are in each section. Two hold everywhere: what a model wrote is never evaluated, nor used as a
+pattern, outside the sandbox; and what cannot be read scores 0.
 """
 
 import ast
@@ -24,28 +24,20 @@ import builtins
 import contextlib
 import ctypes
 import gc
-import hashlib
 import itertools
 import json
-import logging
 import math
+import operator
 import os
-import queue
-import random
 import re
 import select
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import textwrap
-import threading
 import time
 import types
 import unicodedata
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -53,7 +45,8 @@ from pathlib import Path
 with contextlib.suppress(ImportError):  # Windows
     import resource
 
-log = logging.getLogger("verifiers")
+# Modules that only the caller needs are imported where they are used: the fork server of the sandbox stays small, and a
+# third of the cost of a fork is what Python has loaded.
 
 
 class TaskError(ValueError):
@@ -67,6 +60,7 @@ class NeedsWorker(Exception):
 IN_WORKER = False  # set in the worker processes
 
 
+# Contents: extraction, math, choice, number, exact, ifeval, tool, code, the sandbox, the pool, verify, load_tasks.
 # ---------------------------------------------------------------------------------------------------------------------
 # Extraction: what counts as the answer
 
@@ -94,7 +88,7 @@ BARE = re.compile(r"-?(?:[A-Za-z](?!\w)|[\d./]+)")  # \boxed 5, \boxed x; not th
 
 
 def brace_pairs(text):
-    """{position of an opening brace: position of its closing one}, in one pass over the text; escaped braces left out."""
+    """{position of an opening brace: that of its closing one}, in one pass; escaped braces left out."""
     pairs, opened = {}, []
     for match in BRACE.finditer(text):
         if match[0] == "{":
@@ -105,7 +99,7 @@ def brace_pairs(text):
 
 
 def boxes(text):
-    """The (start, end, content) of every box, in order: \\boxed{...}, \\fbox{...}, \\boxed 5; one that is cut off is none.
+    """(start, end, content) of the boxes in order: \\boxed{...}, \\fbox{...}, \\boxed 5; one that is cut off is none.
 
     >>> [content for _, _, content in boxes(r"\\boxed{\\frac{1}{2}} or \\boxed 5, \\boxed{cut")]
     ['\\\\frac{1}{2}', '5']
@@ -143,7 +137,12 @@ def marked_answers(text):
 # equal means that the difference falls with the precision (so e^(pi*sqrt(163)) is no integer). That takes no algebra
 # system, hence no simplification that never ends, and every size is bounded before anything is computed.
 
-MAX_ANSWER, MAX_NESTED, MAX_ITEMS, MAX_BITS = 20_000, 60, 300, 150_000  # characters, brackets, list items, bits of a number
+MAX_ANSWER, MAX_NESTED, MAX_ITEMS, MAX_BITS = (
+    20_000,
+    60,
+    300,
+    150_000,
+)  # characters, brackets, list items, bits of a number
 
 
 class Unreadable(ValueError):
@@ -158,7 +157,9 @@ def macro(names):
     return rf"\\(?:{names})(?![A-Za-z])"
 
 
-UNICODE = dict(zip("−–—×·⋅∙÷’′＝⩽⩾≦≧˚º\u00a0\u2009\u202f", "---****/''=≤≥≤≥°°   ")) | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u00ad", "")
+UNICODE = dict(zip("−–—×·⋅∙÷’′＝⩽⩾≦≧˚º\u00a0\u2009\u202f", "---****/''=≤≥≤≥°°   ")) | dict.fromkeys(
+    "\u200b\u200c\u200d\u2060\ufeff\u00ad", ""
+)
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 CLEAN = [  # (pattern, replacement) in order; what LaTeX can say in five ways is said in one afterwards
     (r"(?<=\d)\s*(?:\{\s*,\s*\}|,\s*\\!|\\,|~|\\ )\s*(?=\d{3}(?!\d))", ""),  # 1{,}000  1,\!000  1\,000  1~000
@@ -227,7 +228,14 @@ def clean(text):
             break
         body = text[match.end() : end]
         letters = len(re.findall("[A-Za-z]", re.sub(r"\\\w+", "", body)))
-        body = f" “{body}” " if letters > (match[1][0] == "m") and match[1][:2] in ("te", "mb", "hb", "op") or letters > 1 and match[1] == "mathrm" else body
+        body = (
+            f" “{body}” "
+            if letters > (match[1][0] == "m")
+            and match[1][:2] in ("te", "mb", "hb", "op")
+            or letters > 1
+            and match[1] == "mathrm"
+            else body
+        )
         body = "ℝ" if match[1] == "mathbb" and body == "R" else f" {body} "
         text = text[: match.start()] + body + text[end + 1 :]
     for pattern, replacement in CLEAN:
@@ -265,15 +273,29 @@ def split_top(text, separator):
 # A value is a tuple: ("expr", node)  ("text", words)  ("list", items)  ("set", items)  ("seq", open, close, items)
 # ("matrix", rows)  ("sets", intervals, relation)  ("rel", sign, left, right)  ("name", name, value, equation)
 # ("ratio", items)  ("base", digits, base)  ("%", node)  ("°", node)
-JOIN = re.compile(r"\s*[,;]?\s*(?:“\s*,?\s*(?:and|or)\s*”|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))|\s*,(?!\d{3}(?!\d))|,\s+")
+# what separates the items of a list: a comma (not that of 1,000), `and`, `or`, also in quotes
+JOIN = re.compile(
+    r"\s*[,;]?\s*(?:“\s*,?\s*(?:and|or)\s*”|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))|\s*,(?!\d{3}(?!\d))|,\s+"
+)
 RELATION = re.compile(r"[=<>≤≥≠]")
-LEAD = re.compile(r"^[“\s]*(?:(?:so|thus|hence),? )?(?:the |our |my )?(?:final )?(?:answer|result|value|solution)s?\s*(?:is|are)?\s*[:=]?\s*”?\s*(?=\S)", re.I)
+# "The final answer is" before an answer
+LEAD = re.compile(
+    r"^[“\s]*(?:(?:so|thus|hence),? )?(?:the |our |my )?(?:final )?(?:answer|result|value|solution)s?\s*(?:is|are)?\s*[:=]?\s*”?\s*(?=\S)",
+    re.I,
+)
 MEMBER = re.compile(r"^[A-Za-z]\w*(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?\s*∈\s*")  # x in ...
 BASED = re.compile(r"^([0-9A-Fa-f]+)\s*_\s*\{?\s*“?\s*(\d+|[a-z]+)\s*”?\s*\}?$")
 LABELLED = re.compile(r"^“?\s*\(?([A-J])[).]\s*”?\s*\S")  # (A) 5
 WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
 THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?!\d)")
-SYNONYMS = {"dne": "does not exist", "no solution": "∅", "no solutions": "∅", "empty set": "∅", "all real numbers": "ℝ", "all reals": "ℝ"}
+SYNONYMS = {
+    "dne": "does not exist",
+    "no solution": "∅",
+    "no solutions": "∅",
+    "empty set": "∅",
+    "all real numbers": "ℝ",
+    "all reals": "ℝ",
+}
 FLIP = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠"}
 
 
@@ -324,7 +346,9 @@ def read_bracket(text, again):
     inside = text[1:-1]
     if text[0] == "‹":
         condition, _ = split_top(inside, re.compile(r"\||:"))  # {x | 1 <= x < 5}
-        return again(condition[1]) if len(condition) == 2 else ("set", items_of(again(inside)) if inside.strip() else [])
+        return (
+            again(condition[1]) if len(condition) == 2 else ("set", items_of(again(inside)) if inside.strip() else [])
+        )
     parts, _ = split_top(inside, re.compile(","))
     if len(parts) == 1:
         return again(inside) if re.fullmatch(r"\s*[A-J]\s*", inside) else read_leaf(text)  # (B)
@@ -361,8 +385,15 @@ def read_relation(parts, signs, again):
         sign = signs[0] if left == parts[0] else FLIP[signs[0]]
         equation = ("rel", sign, expression(left), expression(right))
         if is_name(left):
-            below, above = (MINUS_INFINITY, False, equation[3], sign == "≤"), (equation[3], sign == "≥", INFINITY, False)
-            return ("sets", {"<": [below], "≤": [below], ">": [above], "≥": [above], "≠": [below, above]}[sign], equation)
+            below, above = (
+                (MINUS_INFINITY, False, equation[3], sign == "≤"),
+                (equation[3], sign == "≥", INFINITY, False),
+            )
+            return (
+                "sets",
+                {"<": [below], "≤": [below], ">": [above], "≥": [above], "≠": [below, above]}[sign],
+                equation,
+            )
     else:
         equation = None
     if equation is None:
@@ -394,7 +425,10 @@ def read_leaf(text):
 
 
 UNIT_WORDS = set("cm mm km kg mg ml mL m g s h ft in lb oz mi yd hr kmh mph kph L N J W V A K C F Pa Hz kJ kW".split())
-TAIL = re.compile(r"(?<=[\d)}\s.%°π])[ ]*(“[^”]*”|[A-Za-z]+(?: [A-Za-z]+){0,3})[ ]*(?:\^ ?\{?-?\d\}?)?[ ]*(?:/ ?(?:“[^”]*”|[A-Za-z]+)(?:\^ ?\{?\d\}?)?)?$")
+# a unit behind a number: words, a power, a second unit after a slash
+TAIL = re.compile(
+    r"(?<=[\d)}\s.%°π])[ ]*(“[^”]*”|[A-Za-z]+(?: [A-Za-z]+){0,3})[ ]*(?:\^ ?\{?-?\d\}?)?[ ]*(?:/ ?(?:“[^”]*”|[A-Za-z]+)(?:\^ ?\{?\d\}?)?)?$"
+)
 HEAD = re.compile(r"^(?:“[^”]*”|Rs\.?|USD|INR)\s*(?=[-\d.\\(])")  # "Rs. " 450
 HEDGES = set("or and not if else than more less least most maybe either import lambda for but is mod".split())
 
@@ -414,19 +448,29 @@ def without_unit(text):
     return head if head != text else None
 
 
-FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp sqrt abs gcd lcm max min".split())
-GREEK = set("alpha beta gamma delta epsilon varepsilon zeta eta theta lambda mu nu xi rho sigma tau phi varphi chi psi omega".split())
+FUNCTIONS = set(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp sqrt abs gcd lcm max min".split()
+)
+GREEK = set(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta lambda mu nu xi rho sigma tau phi varphi chi psi omega".split()
+)
 GREEK |= {name.capitalize() for name in GREEK} | {"ell", "hbar"}
 
 
 def is_product(words):
     """Whether bare letters are variables: single ones, or two small ones; DNA and HTHT are words."""
     parts = words.split()
-    return all(len(p) == 1 or p in FUNCTIONS for p in parts) or len(words) == 2 and words.islower() and words not in ("no", "up")
+    return (
+        all(len(p) == 1 or p in FUNCTIONS for p in parts)
+        or len(words) == 2
+        and words.islower()
+        and words not in ("no", "up")
+    )
 
 
 # An expression is ("n", Fraction, decimals or None), ("s", symbol) or (operator, arguments); the operators are
 # + * / ^ ! ° root binom floor ceil abs and the functions.
+# a number, a symbol with its index, a macro or a word, any other sign
 TOKEN = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|(?:\\?[A-Za-z]+)_(?:\{[^{}]*\}|\w)|\\?[A-Za-z]+|\S")
 
 
@@ -565,7 +609,9 @@ class Parser:
         repeated = ""
         while point and self.next in ("\\overline", "\\dot"):  # 0.1\overline{6}
             self.take()
-            repeated += re.sub(r"\D", "x", self.take() if self.next != "{" else [self.take(), self.take(), self.take("}")][1])
+            repeated += re.sub(
+                r"\D", "x", self.take() if self.next != "{" else [self.take(), self.take(), self.take("}")][1]
+            )
         if repeated:
             if not repeated.isdigit() or len(repeated) > 400:
                 raise Unreadable("no digits under the bar")
@@ -685,7 +731,7 @@ def exact_root(x, n):
 
 
 class Numerically:
-    """The operations with mpmath at some digits; over the reals unless i occurs, and undefined there raises Unreadable."""
+    """The operations with mpmath; over the reals unless i occurs, and what is undefined there raises Unreadable."""
 
     def __init__(self, mp, complex_numbers):
         self.mp, self.complex = mp, complex_numbers
@@ -770,7 +816,7 @@ def vanishes(pairs, combine):
 
 
 def same_expression(a, b):
-    """Equal at every point where both are defined, and at two of them at least (at the one there is, without letters)."""
+    """Equal wherever both are defined, and that at two points at least (at the only one, without letters)."""
     if a == b or "∞" in symbols(a) | symbols(b):
         return a == b
     defined, points = 0, points_for(a, b)
@@ -800,7 +846,9 @@ def same_equation(a, b):
     at = lambda point: [(first, point), (second, point)]  # noqa: E731
     if len(usable) < 2 or not all(vanishes(at(usable[0]) + at(point), cross) for point in usable[1:]):
         return False
-    return a[1] in "=≠" or (approximate(*at(usable[0])[0]) > 0) == ((approximate(*at(usable[0])[1]) > 0) == (a[1] == b[1]))
+    return a[1] in "=≠" or (approximate(*at(usable[0])[0]) > 0) == (
+        (approximate(*at(usable[0])[1]) > 0) == (a[1] == b[1])
+    )
 
 
 def approximate(node, point=None):
@@ -835,21 +883,12 @@ def rounds_to(node, decimal):
     """Whether the decimal is the expression, rounded or cut; never when the expression has an exact decimal itself."""
     try:
         true = evaluate(node, {}, exactly)
-        if re.sub("[25]", "", "".join(map(str, prime_factors(true.denominator)))) == "":
+        if pow(10, true.denominator.bit_length(), true.denominator) == 0:  # it divides a power of ten
             return False
     except Inexact:
         true = numerically([(node, {})], lambda x: Fraction(x.man_exp[0]) * Fraction(2) ** x.man_exp[1], 60)
     step, off = Fraction(1, 10 ** decimal[2]), abs(true) - abs(decimal[1])
     return true * decimal[1] > 0 and (abs(off) <= step / 2 or 0 <= off < step)
-
-
-def prime_factors(n):
-    """2s and 5s of n, and 3 for whatever is left."""
-    found = []
-    for p in (2, 5):
-        while n % p == 0:
-            n, found = n // p, [*found, p]
-    return found + [3] * (n > 1)
 
 
 def items_of(value):
@@ -926,7 +965,9 @@ def same_percent(gold, said):
         return False
     if same_number(gold[1], said[1]):
         return True
-    scaled = [("/", [v[1], number(100)]) if v[0] == "%" else ("°", [v[1]]) if v[0] == "°" else v[1] for v in (gold, said)]
+    scaled = [
+        ("/", [v[1], number(100)]) if v[0] == "%" else ("°", [v[1]]) if v[0] == "°" else v[1] for v in (gold, said)
+    ]
     return "expr" in marks and ("%" in marks or "π" in symbols(gold[1]) | symbols(said[1])) and same_expression(*scaled)
 
 
@@ -972,11 +1013,12 @@ def same_or_not(a, b):
         return False
 
 
+PLAIN_NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,9})?")  # the common case, without further ado
 BETWEEN = re.compile(r"(?:\s|\$|,|;|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\q?quad|\\[,; ])*")  # joins two boxes
 
 
 def final_answer(completion):
-    """What the completion gives as its answer: the last marked one, with the boxes that a comma or `and` joins to it."""
+    """The answer of a completion: the last marked one, with the boxes that a comma or `and` joins to it."""
     text = strip_thinking(completion)
     found = marked_answers(text)
     if not found:
@@ -997,7 +1039,7 @@ def final_answer(completion):
 
 @lru_cache(maxsize=8192)
 def golds(answer):
-    """The acceptable answers of a gold: itself, or the strings of a JSON list, without their markers; raises TaskError."""
+    """The acceptable answers of a gold: itself, or the strings of a JSON list, unmarked; raises TaskError."""
     found = [answer]
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(answer) if answer.lstrip().startswith("[") else None
@@ -1029,6 +1071,9 @@ def check_math(completion, answer):
     said, wanted = final_answer(completion), golds(answer)
     if said is None:
         return "no answer"
+    plain = [t if PLAIN_NUMBER.fullmatch(t) else None for t in map(str.strip, (said, *wanted))]
+    if all(plain):
+        return float(Fraction(plain[0]) in map(Fraction, plain[1:]))
     if squeeze(said) in map(squeeze, wanted):
         return 1.0
     if len(said) > 500 and not IN_WORKER:
@@ -1052,14 +1097,23 @@ def check_math(completion, answer):
 # "not B" are no claims, and two letters in one claim are no answer.
 
 ANCHORS = [  # L is the letter; blanks are counted, since \s* after \s* is slow on a long run of them
-    r"(?:answer|choice|option|antwort|réponse|respuesta|答案)\)?\s{0,5}(?:is|are|seems to be|would be|must be|should be|est|ist|es|是)?"
+    r"(?:answer|choice|option|antwort|réponse|respuesta|答案)\)?\s{0,5}(?:to [^.:\n]{1,60} )?(?:is|are|seems to be|would be|must be|should be|est|ist|es|是)?"
     r"\s{0,5}(?:for sure|clearly|definitely|likely|the)?\s{0,5}(?:option|choice|letter)?\s{0,5}[:：=\-–—]*\s{0,5}L",
+    r"(?:^|\n)\s{0,5}(?:(?:my |the )?(?:pick|final|ans|solution|response|result|letter)(?: is)?)\s{0,5}[:=]\s{0,5}L",
+    r"(?:→|\bletter is|\bsay)\s{0,5}L",
     r"(?:choose|pick|select|choosing|selecting|picking|go(?:ing)? with|opt for)\s{1,5}(?:option |answer |choice |letter )?L",
     r"(?:^|[^\w'])(?:so|thus|hence|therefore|but|it's|it is|it must be|think)[,:]?\s{1,5}L(?=\s{0,5}(?:[.!,;]|$))",
     r"(?:^|[^\w'])L\s{1,5}(?:is|must be|seems|looks)\s{1,5}(?:the\s{1,5})?(?:correct|right|valid|true|best|answer)",
 ]
-DENIED = re.compile(r"\s*(?:(?:is|are|was|seems|looks)\s*(?:n't|not|incorrect|wrong|false|invalid|tempting|out)|can(?:no|')t\b|cannot\b)", re.I)
-NEGATED = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|\brules? out|\beliminate)\W*(?:option |answer |be |the )?$", re.I)
+# "is wrong", "cannot" behind a letter, and "not" before the anchor: no claim
+DENIED = re.compile(
+    r"\s*(?:(?:is|are|was|seems|looks)\s*(?:n't|not|incorrect|wrong|false|invalid|tempting|out)|can(?:no|')t\b|cannot\b)",
+    re.I,
+)
+NEGATED = re.compile(
+    r"(?:\bnot|n't|\bnever|\bneither|\bnor|\brules? out|\beliminate)\W*(?:(?:think|believe|say)(?: that)?\W*)?(?:option |answer |be |the )?$",
+    re.I,
+)
 MARKUP = re.compile(r"[*`\"“”$\[\]{}<>_]|\\[()\[\]]")  # stands around letters and says nothing
 ANSWER_TAG = re.compile(r"<answer>(.{0,2000}?)</answer>", re.DOTALL | re.IGNORECASE)
 PRONOUN = re.compile(r"\s+[a-z]")  # a letter in a sentence: a car, I think
@@ -1077,7 +1131,9 @@ def choice_patterns(labels):
 def claimed(content, choices, labels):
     """The labels that the content of a box, a tag or a whole answer stands for: {'B'}, {'A', 'B'}, or nothing."""
     text = plain_choice(content)
-    same_text = [label for label, option in choices.items() if fold(option) == fold(text) or fold(option) == fold(content)]
+    same_text = [
+        label for label, option in choices.items() if fold(option) == fold(text) or fold(option) == fold(content)
+    ]
     if len(same_text) == 1:
         return set(same_text)
     if (bare := text.strip("() ").upper()) in labels:
@@ -1107,7 +1163,8 @@ def claims(text, choices, labels):
     found = [(start, end, claimed(content, choices, labels)) for start, end, content in marked_answers(text)]
     found += [(m.start(), m.end(), claimed(m[1], choices, labels)) for m in ANSWER_TAG.finditer(text)]
     anchors, _, also = choice_patterns(labels)
-    flat = MARKUP.sub(" ", nfkc(text)) if len(nfkc(text)) == len(text) else MARKUP.sub(" ", text)
+    flat = nfkc(text) if len(nfkc(text)) == len(text) else text
+    flat = re.sub(r"(?<!\w)'|'(?!\w)", " ", MARKUP.sub(" ", flat))  # quotes; the one of it's stays
     for pattern in anchors:
         for match in pattern.finditer(flat):
             letter, end = match["letter"], match.end("letter")
@@ -1181,7 +1238,7 @@ def parse_choice_answer(answer):
 # The unit of the answer is converted to that of the gold; another dimension is wrong. A bare number is read in the unit
 # of the gold, and a unit is ignored where the gold has none. The tolerance is relative only: 0 is not nearly 1.6e-19.
 
-PREFIXES = {"f": -15, "p": -12, "n": -9, "µ": -6, "μ": -6, "u": -6, "m": -3, "c": -2, "d": -1, "k": 3, "M": 6, "G": 9, "T": 12}
+PREFIXES = dict(zip("fpnµμumcdkMGT", (-15, -12, -9, -6, -6, -6, -3, -2, -1, 3, 6, 9, 12)))
 UNITS = {  # name: (factor to SI, exponents of m kg s A K mol)
     "m": (1, (1,)), "g": (Fraction(1, 1000), (0, 1)), "s": (1, (0, 0, 1)), "A": (1, (0, 0, 0, 1)), "K": (1, (0, 0, 0, 0, 1)),
     "mol": (1, (0, 0, 0, 0, 0, 1)), "N": (1, (1, 1, -2)), "J": (1, (2, 1, -2)), "W": (1, (2, 1, -3)), "Pa": (1, (-1, 1, -2)),
@@ -1200,12 +1257,18 @@ UNITS = {  # name: (factor to SI, exponents of m kg s A K mol)
     "tonne": (1000, (0, 1)), "kph": (Fraction(5, 18), (1, 0, -1)),
 }  # fmt: skip
 OFFSETS = {"°C": Fraction("273.15"), "°F": Fraction("459.67") * Fraction(5, 9)}
-SPELLED = {"meter": "m", "metre": "m", "gram": "g", "second": "s", "sec": "s", "ampere": "A", "amp": "A", "kelvin": "K", "mole": "mol"}
-SPELLED |= {"newton": "N", "joule": "J", "watt": "W", "pascal": "Pa", "hertz": "Hz", "coulomb": "C", "volt": "V", "farad": "F"}
-SPELLED |= {"ohms": "Ω", "tesla": "T", "liter": "L", "litre": "L", "minute": "min", "hour": "h", "degree": "°", "radian": "rad"}
-SPELLED |= {"celsius": "°C", "fahrenheit": "°F", "percent": "%", "angstrom": "Å", "mile": "mi", "foot": "ft", "feet": "ft", "inch": "in"}
+SPELLED = dict(
+    pair.split("=")
+    for pair in (
+        "meter=m metre=m gram=g second=s sec=s ampere=A amp=A kelvin=K mole=mol newton=N joule=J watt=W pascal=Pa hertz=Hz "
+        "coulomb=C volt=V farad=F ohms=Ω tesla=T liter=L litre=L minute=min hour=h degree=° radian=rad celsius=°C "
+        "fahrenheit=°F percent=% angstrom=Å mile=mi foot=ft feet=ft inch=in"
+    ).split()
+)
 SPELLED_PREFIX = {"kilo": 3, "mega": 6, "giga": 9, "centi": -2, "milli": -3, "micro": -6, "nano": -9, "pico": -12}
-UNIT_TOKEN = re.compile(r"(?P<name>°\s*[CF](?![a-z])|[A-Za-zµμΩÅ%°]+)|\^?\s*\{?(?P<power>[+-]?\d+)\}?|(?P<sign>[/()*])|\s+")
+UNIT_TOKEN = re.compile(
+    r"(?P<name>°\s*[CF](?![a-z])|[A-Za-zµμΩÅ%°]+)|\^?\s*\{?(?P<power>[+-]?\d+)\}?|(?P<sign>[/()*])|\s+"
+)
 
 
 def unit_named(name):
@@ -1225,7 +1288,14 @@ def unit_named(name):
 
 def read_unit(text):
     """(factor, exponents, offset) of kg m/s^2, J/(mol K), g mol^{-1}; raises Unreadable."""
-    text = re.sub(r"\\mu\s*“?\s*", "µ", text).replace("“", " ").replace("”", " ").replace("\\Omega", "Ω").replace("\\ohm", "Ω").replace("\\AA", "Å")
+    text = (
+        re.sub(r"\\mu\s*“?\s*", "µ", text)
+        .replace("“", " ")
+        .replace("”", " ")
+        .replace("\\Omega", "Ω")
+        .replace("\\ohm", "Ω")
+        .replace("\\AA", "Å")
+    )
     factor, dimension, offset, side, last, position, inside = Fraction(1), [0] * 6, 0, 1, None, 0, False
     count = 0
     while position < len(text):
@@ -1590,7 +1660,9 @@ def needs_langdetect(answer):
 # their number is not. In an answer "accept" lists more values for an argument and "optional" names those that may be absent;
 # BFCL's own form {"name": {"argument": [value, value, ""]}} is read too, where "" means optional.
 
-CALL_BLOCK = re.compile(r"<(tool_call|function_call)>(.*?)(?:</\1>|\Z)|^[ \t]*```[\w]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+CALL_BLOCK = re.compile(
+    r"<(tool_call|function_call)>(.*?)(?:</\1>|\Z)|^[ \t]*```[\w]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+)
 LOOSE = re.compile(r"[ ,./\-_*^]")
 
 
@@ -1598,7 +1670,9 @@ def check_tool(completion, answer):
     """1 when the calls in the completion are those of the answer."""
     wanted = parse_tool_answer(answer)
     text = strip_thinking(completion).strip()
-    blocks = [(m[2] or m[3] or "").strip() for m in CALL_BLOCK.finditer(text)] or [text.removeprefix("[TOOL_CALLS]").strip()]
+    blocks = [(m[2] or m[3] or "").strip() for m in CALL_BLOCK.finditer(text)] or [
+        text.removeprefix("[TOOL_CALLS]").strip()
+    ]
     try:
         said = [call for block in blocks for call in read_calls(block)]
     except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, MemoryError, RecursionError):
@@ -1630,7 +1704,11 @@ def read_calls(text):
 
 
 def python_arguments(node):
-    if node.args or any(k.arg is None for k in node.keywords) or len({k.arg for k in node.keywords}) < len(node.keywords):
+    if (
+        node.args
+        or any(k.arg is None for k in node.keywords)
+        or len({k.arg for k in node.keywords}) < len(node.keywords)
+    ):
         raise ValueError("arguments need names")
     return {k.arg: ast.literal_eval(k.value) for k in node.keywords}
 
@@ -1651,11 +1729,16 @@ def same_call(said, wanted):
 
 def same_argument(said, good):
     if isinstance(good, str) and isinstance(said, str):
-        return said == good or LOOSE.sub("", said).lower().replace("'", '"') == LOOSE.sub("", good).lower().replace("'", '"') != ""
+        return (
+            said == good
+            or LOOSE.sub("", said).lower().replace("'", '"') == LOOSE.sub("", good).lower().replace("'", '"') != ""
+        )
     if isinstance(good, list):
         return isinstance(said, (list, tuple)) and len(said) == len(good) and all(map(same_argument, said, good))
     if isinstance(good, dict):
-        return isinstance(said, dict) and said.keys() == good.keys() and all(same_argument(said[k], good[k]) for k in good)
+        return (
+            isinstance(said, dict) and said.keys() == good.keys() and all(same_argument(said[k], good[k]) for k in good)
+        )
     return (type(said) is type(good) or (type(said), type(good)) == (int, float)) and said == good
 
 
@@ -1673,7 +1756,9 @@ def parse_tool_answer(answer):
             accept = {key: [value] for key, value in call["arguments"].items()}
             accept |= {key: [*accept.get(key, []), *values] for key, values in call.get("accept", {}).items()}
             calls.append({"name": call["name"], "accept": accept, "optional": set(call.get("optional", []))})
-        assert calls and all(isinstance(call["name"], str) and call["optional"] <= call["accept"].keys() for call in calls)
+        assert calls and all(
+            isinstance(call["name"], str) and call["optional"] <= call["accept"].keys() for call in calls
+        )
         return calls
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
         raise TaskError('a tool answer is JSON {"calls": [{"name": "f", "arguments": {"x": 1}}, ...]}') from None
@@ -1684,7 +1769,7 @@ def parse_tool_answer(answer):
 
 FENCE = re.compile(r"^[ \t>]*(?P<ticks>`{3,}|~{3,})[ \t]*(?P<tag>[\w+#.-]*)[^\n]*$", re.MULTILINE)
 TAGS = {"<answer>": "</answer>", "[BEGIN]": "[DONE]"}  # around code without a fence
-PYTHON_TAGS = {"py", "python", "python3", "py3", "python2", "ipython", "sage"}
+PYTHON_TAG = re.compile(r"i?py(?:thon)?[\d.]*")
 MAX_CODE = 1_000_000  # characters
 
 
@@ -1699,16 +1784,18 @@ def extract_code(completion, names=()):
         if fence.start() < position:
             continue
         ticks, tag = fence["ticks"], fence["tag"].lower()
-        close = next((f for f in fences[i + 1 : i + 50] if f["ticks"][0] == ticks[0] and not f["tag"]), None)
+        close = next((f for f in fences[i + 1 : i + 50] if f["ticks"].startswith(ticks) and not f["tag"]), None)
         body = text[fence.end() + 1 : close.start() if close else len(text)]
         position = close.end() if close else len(text)
         if not close and body.rstrip().endswith(ticks):  # print(a + b)```
             body = body.rstrip()[: -len(ticks)]
         if fence[0].lstrip(" ").startswith(">"):
             body = re.sub(r"^[ ]*>[ ]?", "", body, flags=re.MULTILINE)
-        if not body.strip() and not close and not tag and i == 0:  # only a closing fence: the prompt has opened the block
+        if (
+            not body.strip() and not close and not tag and i == 0
+        ):  # only a closing fence: the prompt has opened the block
             plain.append(text[: fence.start()])
-        elif body.strip() and (tag in PYTHON_TAGS or not tag):
+        elif body.strip() and (not tag or PYTHON_TAG.fullmatch(tag)):
             (python if tag else plain).append(textwrap.dedent(body) if body[:1] in " \t" else body)
     tagged = [text.rpartition(tag)[2].partition(TAGS[tag])[0].lstrip("\n") for tag in TAGS if tag in text]
     blocks = python or plain or (tagged if not fences else [])
@@ -1733,10 +1820,14 @@ def check_code(completion, answer, worker, timeout):
     job["imports"] = task["imports"]
     if task["type"] == "function":
         reply = worker.call(job | {"do": "function", "cls": task.get("cls"), "calls": task["calls"]}, timeout)
-        values = reply.get("values") or []
-        if len(values) != len(task["calls"]):
-            return "timeout" if "timeout" in reply else 0.0
-        return float(all(task["same"](decode(v), expected) for v, expected in zip(values, task["expected"])))
+        if "timeout" in reply:
+            return "timeout"
+        try:  # the program may have written anything
+            values = decode(json.loads(reply["values"]))
+            right = [task["same"](value, expected) for value, expected in zip(values, task["expected"])]
+            return float(len(values) == len(right) == len(task["calls"]) and all(right))
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+            return 0.0
     tests = {"setup": task["setup"], "asserts": task["asserts"]}
     reply = worker.call(job | {"do": "tests", "names": task["names"]}, timeout, tests)
     return "timeout" if "timeout" in reply else float(reply.get("passed", False))
@@ -1751,7 +1842,9 @@ def parse_code_answer(answer):
         if task["type"] == "stdin":
             assert task["cases"] and all(isinstance(a, str) and isinstance(b, str) for a, b in task["cases"])
         elif task["type"] == "function":
-            assert task["cases"] and isinstance(task["name"], str) and all(isinstance(a, list) for a, _ in task["cases"])
+            assert (
+                task["cases"] and isinstance(task["name"], str) and all(isinstance(a, list) for a, _ in task["cases"])
+            )
             task["calls"] = [[task["name"], encode(arguments)] for arguments, _ in task["cases"]]
             task["expected"], task["same"] = [expected for _, expected in task["cases"]], same_value
             task["wanted"] = (task.get("cls") or task["name"],)
@@ -1773,7 +1866,9 @@ def parse_asserts(task):
     else they run in a child of their own, with a stub for each name that they use and do not define."""
     tree = ast.parse(task.setdefault("setup", "") + "\n" + "\n".join(task["asserts"]))
     nodes = list(ast.walk(tree))
-    imports = [n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) and getattr(n, "module", "") != "__future__"]
+    imports = [
+        n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) and getattr(n, "module", "") != "__future__"
+    ]
     bound = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     bound |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler))}
     bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
@@ -1781,12 +1876,16 @@ def parse_asserts(task):
     used = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     task["names"] = sorted(used - bound - BUILTINS | ({task["entry_point"]} if task.get("entry_point") else set()))
     if not task["names"]:  # a solution may be called sum
-        task["names"] = sorted({n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} - bound)
+        task["names"] = sorted(
+            {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} - bound
+        )
     task["imports"], task["wanted"] = "\n".join(map(ast.unparse, imports)), tuple(task["names"])
     calls, expected = [], []
     for node in tree.body:
         match node:
-            case ast.Assert(test=ast.Compare(left=ast.Call(func=ast.Name(id=name), args=args, keywords=[]), ops=[ast.Eq()])):
+            case ast.Assert(
+                test=ast.Compare(left=ast.Call(func=ast.Name(id=name), args=args, keywords=[]), ops=[ast.Eq()])
+            ):
                 try:
                     calls.append([name, encode([ast.literal_eval(a) for a in args])])
                     expected.append(ast.literal_eval(node.test.comparators[0]))
@@ -1801,7 +1900,6 @@ def parse_asserts(task):
 
 
 BUILTINS = set(dir(builtins))
-INTEGER = re.compile(r"[+-]?\d+")
 DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?")
 
 
@@ -1811,23 +1909,16 @@ def same_output(printed, expected):
     >>> same_output("3\\r\\n", "3\\n"), same_output("0.30000000000000004", "0.3"), same_output("3.0", "3")
     (True, True, False)
     """
-    lines, wanted = printed.rstrip().split("\n"), expected.rstrip().split("\n")
-    if len(lines) != len(wanted):
+    lines, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (printed, expected))
+    if list(map(len, lines)) != list(map(len, wanted)):
         return False
-    for line, want in zip(lines, wanted):
-        tokens, targets = line.split(), want.split()
-        if len(tokens) != len(targets):
-            return False
-        for token, target in zip(tokens, targets):
-            if token != target and not ("." in target and close_decimals(token, target)):
-                return False
-    return True
+    pairs = [pair for line, want in zip(lines, wanted) for pair in zip(line, want)]
+    return all(token == target or "." in target and close_decimals(token, target) for token, target in pairs)
 
 
 def close_decimals(token, target):
-    if not (DECIMAL.fullmatch(token) and DECIMAL.fullmatch(target)) or len(token) > 400 or len(target) > 400:
-        return False
-    return math.isclose(float(token), float(target), rel_tol=1e-6, abs_tol=1e-6)
+    readable = all(DECIMAL.fullmatch(text) and len(text) < 400 for text in (token, target))
+    return bool(readable) and math.isclose(float(token), float(target), rel_tol=1e-6, abs_tol=1e-6)
 
 
 def same_value(value, expected):
@@ -1860,60 +1951,66 @@ MAX_OUTPUT = 4 << 20  # bytes of stdout, of a result, of a file
 MAX_PROCESSES, MAX_FILES = 64, 64
 MAX_DEPTH = 60  # of a returned value
 NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC = 0x20000, 0x10000000, 0x20000000, 0x40000000, 0x8000000  # linux/sched.h
-MS_RDONLY, MS_NOSUID, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 1, 2, 0x1000, 0x2000, 0x4000, 0x40000  # linux/mount.h
+MS_NOSUID, MS_BIND, MS_REC, MS_PRIVATE = 2, 0x1000, 0x4000, 0x40000  # linux/mount.h
 SCRATCH = "/scratch"  # the folder of a program, where the root is ours
-PLAIN = (bool, str, float, type(None))
+SIMPLE = (bool, str, float, type(None))
+
+
+CODECS = [  # (type, its name in a message, to JSON, from JSON)
+    (int, "int", hex, lambda body: int(body, 16)),
+    (bytes, "bytes", bytes.hex, bytes.fromhex),
+    (complex, "complex", lambda v: [v.real, v.imag], lambda body: complex(*body)),
+    (
+        Fraction,
+        "fraction",
+        lambda v: [hex(v.numerator), hex(v.denominator)],
+        lambda body: Fraction(*(int(n, 16) for n in body)),
+    ),
+    (type, "type", lambda v: vars(builtins).get(v.__name__) is v and v.__name__, lambda body: TYPES[body]),
+]
+SEQUENCES, MAPPINGS = (
+    {"tuple": tuple, "set": set, "frozenset": frozenset},
+    {dict},
+)  # and the dictionaries of collections
+TYPES = {name: value for name, value in vars(builtins).items() if type(value) is type}
+TYPING = {}  # names that LeetCode's solutions use without an import
 
 
 def encode(value, keep=None, depth=0):
     """A value as JSON with its type; what is not plain becomes a handle (when `keep` can hold it) or {"?": type}."""
-    kind = type(value)
+    kind, again = type(value), lambda v: encode(v, keep, depth + 1)
     if depth > MAX_DEPTH:
         raise ValueError("too deep")
-    if kind in PLAIN:
+    if kind in SIMPLE or kind is int and abs(value) < 1 << 60:
         return value
-    if kind is int:
-        return value if -(1 << 60) < value < 1 << 60 else {"int": hex(value)}
     if kind is list:
-        return [encode(v, keep, depth + 1) for v in value]
-    if kind in SEQUENCES:
-        return {SEQUENCES[kind]: [encode(v, keep, depth + 1) for v in list(value)]}
+        return [again(v) for v in value]
+    if SEQUENCES.get(kind.__name__) is kind:
+        return {kind.__name__: [again(v) for v in value]}
     if kind in MAPPINGS:
-        return {"dict": [[encode(k, keep, depth + 1), encode(v, keep, depth + 1)] for k, v in dict(value).items()]}
-    if kind is bytes:
-        return {"bytes": value.hex()}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    if kind is Fraction:
-        return {"fraction": [hex(value.numerator), hex(value.denominator)]}
-    if kind is type and value.__module__ == "builtins":
-        return {"type": value.__name__}
-    if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and type(value.item()) in (int, *PLAIN):
-        return encode(value.item(), keep, depth)
+        return {"dict": [[again(k), again(v)] for k, v in dict(value).items()]}
+    for known, name, to_json, _ in CODECS:
+        if kind is known:
+            return {name: to_json(value)}
+    if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and type(value.item()) in (int, *SIMPLE):
+        return value.item()
     return {"handle": keep(value)} if keep else {"?": kind.__name__}
 
 
 def decode(data, handle=None):
-    """Back from `encode`; `handle(i)` stands for what could not be sent."""
+    """Back from `encode`; `handle(i)` stands for what could not be sent. Anything may be raised by a forged message."""
     if isinstance(data, list):
         return [decode(v, handle) for v in data]
     if not isinstance(data, dict):
         return data
     ((kind, body),) = data.items()
-    if kind == "int":
-        return int(body, 16)
-    if kind in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(v, handle) for v in body)
+    if kind in SEQUENCES:
+        return SEQUENCES[kind](decode(v, handle) for v in body)
     if kind == "dict":
         return {decode(k, handle): decode(v, handle) for k, v in body}
-    if kind == "bytes":
-        return bytes.fromhex(body)
-    if kind == "complex":
-        return complex(*body)
-    if kind == "fraction":
-        return Fraction(int(body[0], 16), int(body[1], 16))
-    if kind == "type":
-        return getattr(builtins, body)
+    for _, name, _, from_json in CODECS:
+        if kind == name:
+            return from_json(body)
     return handle(body) if handle and kind == "handle" else NOTHING
 
 
@@ -1925,31 +2022,29 @@ class Opaque:
 
 
 NOTHING = Opaque()
-TYPING = {}  # names that LeetCode's solutions use without an import
-SEQUENCES, MAPPINGS = {tuple: "tuple", set: "set", frozenset: "frozenset"}, {dict}
-
-
-def read_exactly(fd, size):
-    parts = []
-    while size:
-        part = os.read(fd, min(size, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def send(fd, message):
     """A message is eight bytes of length and JSON."""
-    data = message if isinstance(message, bytes) else json.dumps(message).encode()
+    data = json.dumps(message).encode()
     data = memoryview(len(data).to_bytes(8, "little") + data)
     while data:
         data = data[os.write(fd, data) :]
 
 
-def receive(fd):
-    return json.loads(read_exactly(fd, int.from_bytes(read_exactly(fd, 8), "little")))
+def receive(fd, deadline=None):
+    """The next message; raises EOFError, or TimeoutError after the deadline (of time.monotonic)."""
+    data, size = bytearray(), 8
+    while len(data) < size:
+        if deadline and not select.select([fd], [], [], max(deadline - time.monotonic(), 0))[0]:
+            raise TimeoutError
+        part = os.read(fd, min(size - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+        if size == len(data) == 8:
+            size += int.from_bytes(data, "little")
+    return json.loads(data[8:])
 
 
 def worker_main():
@@ -1982,8 +2077,9 @@ def worker_main():
         send(replies, JOBS[job.pop("do")](sandbox, **job))
 
 
-WARM = "collections heapq bisect itertools functools math random string re typing datetime copy operator dataclasses".split()
-WARM += "decimal fractions statistics enum io json traceback threading queue abc contextlib textwrap time".split()
+WARM = (
+    "collections heapq bisect itertools functools math string re typing copy operator".split()
+)  # what programs import
 
 
 class Sandbox:
@@ -2010,8 +2106,8 @@ class Sandbox:
             raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
     def enter(self):
-        """Moves to a file system with nothing but the interpreter, read only, without network, with own processes, as the
-        first of them: so kill(-1) reaches all others and cannot reach it. Raises OSError where that is not allowed."""
+        """Moves to a file system with nothing but the interpreter, read only, without network, and becomes the first of
+        its own processes: kill(-1) reaches all others, nobody's reaches it. Raises OSError where that is not allowed."""
         flags = NEWNS | NEWPID | NEWNET | NEWIPC | (0 if self.root else NEWUSER)
         trial = os.fork()  # half a namespace would be worse than none
         if trial == 0:
@@ -2063,12 +2159,14 @@ class Sandbox:
         self.ok(self.libc.pivot_root(b".", b"old"), "pivot_root")
         os.chdir("/")
         self.ok(self.libc.umount2(b"/old", 2), "umount /old")  # MNT_DETACH
-        read_only = (ctypes.c_uint64 * 4)(1, 0, 0, 0)  # mount_setattr, for all mounts below; its number is 442 everywhere
+        read_only = (ctypes.c_uint64 * 4)(
+            1, 0, 0, 0
+        )  # mount_setattr, for all mounts below; its number is 442 everywhere
         self.ok(self.libc.syscall(442, -100, b"/", 0x8000, read_only, ctypes.sizeof(read_only)), "mount_setattr")
         self.fresh_folder()
 
     def fresh_folder(self):
-        """The scratch folder and /dev/shm as new file systems: what a program left behind is gone however it is nested or locked."""
+        """New file systems for scratch: what a program left is gone, however it is nested or locked."""
         for path, size in ((SCRATCH, "size=64m,nr_inodes=4k"), ("/dev/shm", "size=16m,nr_inodes=1k")):
             self.libc.umount2(path.encode(), 2)
             self.mount("tmpfs", path, "tmpfs", MS_NOSUID, size + ",mode=1777")
@@ -2076,7 +2174,7 @@ class Sandbox:
     def spawn(self, body, seconds, keep=()):
         """Forks a child that runs body() with limits in an empty folder; returns its process id."""
         if not self.children:
-            self.folder = SCRATCH if self.isolation == "namespaces" else tempfile.mkdtemp(prefix="verifiers-")
+            self.folder = SCRATCH if self.isolation == "namespaces" else make_folder()
         pid = os.fork()
         if pid:
             self.children.append(pid)
@@ -2158,19 +2256,28 @@ class Sandbox:
             os.kill(pid, signal.SIGKILL)
 
 
+def make_folder():
+    import tempfile
+
+    return tempfile.mkdtemp(prefix="verifiers-")
+
+
 def remove_tree(folder):
-    def open_up(function, path, error):
-        os.chmod(os.path.dirname(path), 0o700)
-        os.chmod(path, 0o700)
-        function(path)
+    import shutil
 
     with contextlib.suppress(OSError, RecursionError):
-        shutil.rmtree(folder, onerror=open_up)
+        os.chmod(folder, 0o700)
+        for path, names, _ in os.walk(folder):
+            for name in names:
+                os.path.islink(os.path.join(path, name)) or os.chmod(os.path.join(path, name), 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def memory_file():
     if hasattr(os, "memfd_create"):
         return os.memfd_create("file", os.MFD_CLOEXEC)
+    import tempfile
+
     return os.dup(tempfile.TemporaryFile().fileno())
 
 
@@ -2204,7 +2311,8 @@ def load_solution(code, name, extra=""):
 
 def finish(code):
     """Ends like the interpreter: waits for threads, runs exit handlers, flushes."""
-    threading._shutdown()
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -2262,10 +2370,7 @@ def run_function(sandbox, code, cls, calls, imports, seconds):
     os.close(result)
     if status is None:
         return {"timeout": True}
-    with contextlib.suppress(ValueError, RecursionError):
-        if status == 0:
-            return {"values": json.loads(output)}
-    return {"failed": True}
+    return {"values": output.decode("utf-8", "replace") if status == 0 else "[]"}  # read by the caller, with care
 
 
 class Remote:
@@ -2274,42 +2379,22 @@ class Remote:
     def __init__(self, target, ask):
         self.__dict__.update(target=target, ask=ask)
 
-    def __call__(self, *args, **kwargs):
-        return self.ask("call", self.target, args, kwargs)
-
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return self.ask("getattr", self.target, (name,))
 
-    def __setattr__(self, name, value):
-        self.ask("setattr", self.target, (name, value))
-
-    def __iter__(self):
-        return iter(self.ask("list", self.target))
-
-    def __len__(self):
-        return self.ask("len", self.target)
-
-    def __getitem__(self, key):
-        return self.ask("getitem", self.target, (key,))
-
-    def __str__(self):
-        return self.ask("str", self.target)
-
-    def __bool__(self):
-        return False
+    __call__ = lambda self, *args, **kwargs: self.ask("call", self.target, args, kwargs)  # noqa: E731
+    __setattr__ = lambda self, *args: self.ask("setattr", self.target, args)  # noqa: E731
+    __getitem__ = lambda self, *args: self.ask("getitem", self.target, args)  # noqa: E731
+    __iter__ = lambda self: iter(self.ask("list", self.target))  # noqa: E731
+    __len__ = lambda self: self.ask("len", self.target)  # noqa: E731
+    __str__ = lambda self: self.ask("str", self.target)  # noqa: E731
+    __bool__ = lambda self: False  # noqa: E731
 
 
-REMOTE = {
-    "call": lambda f, *args, **kwargs: f(*args, **kwargs),
-    "getattr": getattr,
-    "setattr": setattr,
-    "getitem": lambda x, key: x[key],
-    "list": list,
-    "len": len,
-    "str": str,
-}
+REMOTE = {"getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "list": list, "len": len, "str": str}
+REMOTE["call"] = lambda function, *args, **kwargs: function(*args, **kwargs)
 
 
 def solver(names, connection):
@@ -2338,6 +2423,7 @@ def solver(names, connection):
 
 def judge(tests, names, connection):
     """Runs the tests with a stub for each name of the solution; raises what they raise."""
+
     def ask(do, target, args=(), kwargs=None):
         number = lambda value: value.target if type(value) is Remote else None  # noqa: E731
         sent = {"args": encode(list(args), number), "kwargs": encode(kwargs or {}, number)}
@@ -2367,7 +2453,6 @@ def run_tests(sandbox, code, names, imports, seconds):
     """The solution in one child, the tests in another. This process never holds the tests: its next children are forks
     of it, and the memory of a child is an open book to the code in it."""
     ours, theirs = socket.socketpair()
-    result = memory_file()
 
     def solution_body():
         ours.close()
@@ -2385,6 +2470,7 @@ def run_tests(sandbox, code, names, imports, seconds):
         os._exit(0)
 
     sandbox.spawn(solution_body, seconds)
+    result = memory_file()  # after the fork: the solution must not be able to write to it
     tests_pid = sandbox.spawn(tests_body, seconds, keep={sandbox.jobs})
     ours.close(), theirs.close()
     status = sandbox.wait(tests_pid, seconds)
@@ -2421,40 +2507,30 @@ class Worker:
     def __init__(self):
         if os.name != "posix":
             raise TaskError("this check needs a worker process and runs on Linux and macOS; on Windows use WSL")
+        import subprocess
+
         environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
         self.process = subprocess.Popen(self.command, env=environment, **pipes)
-        isolation = self.receive(60.0)["isolation"]
+        isolation = self.call(None, 60.0)["isolation"]
         if not Worker.logged:
             Worker.logged = True
-            level = logging.INFO if isolation == "namespaces" else logging.WARNING
-            log.log(level, "programs of the model run in children with %s", isolation)
-        self.isolation = isolation
+            import logging
 
-    def receive(self, seconds):
-        descriptor, data, deadline = self.process.stdout.fileno(), b"", time.monotonic() + seconds
-        size = None
-        while size is None or len(data) < size:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-                raise WorkerFailed("timeout")
-            part = os.read(descriptor, 1 << 20)
-            if not part:
-                raise WorkerFailed("crash")
-            data += part
-            if size is None and len(data) >= 8:
-                size, data = int.from_bytes(data[:8], "little"), data[8:]
-        return json.loads(data)
+            level = logging.INFO if isolation == "namespaces" else logging.WARNING
+            logging.getLogger("verifiers").log(level, "programs of the model run in children with %s", isolation)
+        self.isolation = isolation
 
     def call(self, job, seconds, tests=None):
         """The worker's reply to a job; raises WorkerFailed when there is none in time."""
         try:
-            send(self.process.stdin.fileno(), job)
-            if tests is not None:
-                send(self.process.stdin.fileno(), tests)
-        except OSError:
+            for message in filter(None, (job, tests)):
+                send(self.process.stdin.fileno(), message)
+            return receive(self.process.stdout.fileno(), time.monotonic() + seconds + 5.0)
+        except TimeoutError:
+            raise WorkerFailed("timeout") from None
+        except (OSError, EOFError):
             raise WorkerFailed("crash") from None
-        return self.receive(seconds + 5.0)
 
     def stop(self):
         self.process.kill()
@@ -2464,26 +2540,26 @@ class Worker:
 
 
 class Pool:
-    """Idle workers; more are started when all are busy, up to what the batches ask for."""
+    """Idle workers, those for programs apart from those that have loaded a detector or mpmath; started as they are
+    needed, up to what the batches ask for."""
 
     def __init__(self):
-        self.idle, self.pid = queue.SimpleQueue(), os.getpid()
+        self.idle, self.pid = {"code": [], "score": []}, os.getpid()
 
-    def take(self):
+    def take(self, kind="code"):
         while True:
             try:
-                worker = self.idle.get_nowait()
-            except queue.Empty:
+                worker = self.idle[kind].pop()  # a list's pop and append are atomic
+            except IndexError:
                 return Worker()
             if worker.process.poll() is None:
                 return worker
             worker.stop()
 
     def stop(self):
-        if self.pid == os.getpid():
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    self.idle.get_nowait().stop()
+        for workers in self.idle.values() if self.pid == os.getpid() else ():
+            while workers:
+                workers.pop().stop()
 
 
 POOL = Pool()
@@ -2493,7 +2569,8 @@ atexit.register(lambda: POOL.stop())
 def check_outside(row, timeout):
     """Checks one row with a worker: a score, or the reason for 0."""
     verifier, completion, answer = row
-    worker = POOL.take()
+    kind = "code" if verifier == "code" else "score"
+    worker = POOL.take(kind)
     try:
         if verifier == "code":
             outcome = check_code(completion, answer, worker, timeout)
@@ -2506,7 +2583,7 @@ def check_outside(row, timeout):
     except BaseException:
         worker.stop()
         raise
-    POOL.idle.put(worker)
+    POOL.idle[kind].append(worker)
     return outcome
 
 
@@ -2542,6 +2619,10 @@ def check(row):
         return 0.0
 
 
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def verify_batch(rows, workers=None, timeout=TIMEOUT):
     """Scores of (verifier, completion, answer) rows, in order; equal rows are checked once.
 
@@ -2561,14 +2642,14 @@ def verify_batch(rows, workers=None, timeout=TIMEOUT):
         except NeedsWorker:
             slow.append(row)
     if slow:
-        with ThreadPoolExecutor(min(workers or os.cpu_count() or 1, len(slow))) as threads:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(min(workers or cores(), len(slow))) as threads:
             outcomes.update(zip(slow, threads.map(lambda row: check_outside(row, timeout), slow)))
     counts = {}
     for row in rows:
         if isinstance(outcomes[row], str):
             counts[outcomes[row]] = counts.get(outcomes[row], 0) + 1
-    if counts:
-        log.debug("zeros that are no plain wrong answers: %s", counts)
     return Scores([0.0 if isinstance(outcomes[row], str) else float(outcomes[row]) for row in rows], counts)
 
 
@@ -2601,7 +2682,9 @@ def options(question, texts, labels, answer, domain="science"):
 
 
 def gsm8k(row):
-    return task(f"{row['question']}\n\n{BOXED}", "math", "math", row["answer"].split("####")[-1].strip().replace(",", ""))
+    return task(
+        f"{row['question']}\n\n{BOXED}", "math", "math", row["answer"].split("####")[-1].strip().replace(",", "")
+    )
 
 
 def svamp(row):
@@ -2667,10 +2750,17 @@ def from_verl(row):
     verifier = {"code": "code", "science": "choice", "mcq": "choice", "ifeval": "ifeval"}.get(
         str(row.get("ability", "math")).lower(), "math"
     )
-    return task(row["prompt"], str(row.get("ability") or "math").lower(), verifier, gold if isinstance(gold, str) else str(gold))
+    return task(
+        row["prompt"], str(row.get("ability") or "math").lower(), verifier, gold if isinstance(gold, str) else str(gold)
+    )
 
 
-OPEN_INSTRUCT = {"gsm8k": ("math", "math"), "math": ("math", "math"), "test": ("math", "math"), "ifeval": ("instruction", "ifeval")}
+OPEN_INSTRUCT = {
+    "gsm8k": ("math", "math"),
+    "math": ("math", "math"),
+    "test": ("math", "math"),
+    "ifeval": ("instruction", "ifeval"),
+}
 
 
 def from_open_instruct(row):
@@ -2693,8 +2783,8 @@ LAYOUTS = [
 def read_rows(path):
     """(line number, row) of a file; plain JSON for .jsonl, `datasets` for the rest."""
     path = Path(path)
-    if not path.exists():
-        raise TaskError(f"{path}: no such file")
+    if not os.path.isfile(path):
+        raise TaskError(f"{str(path)[:200]}: no such file")
     if path.suffix == ".jsonl":
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -2751,7 +2841,9 @@ def source(spec, data_dir):
         found = [path for path in files if path.exists()]
         if not found:
             known = sorted(path.stem for path in TINY.glob("*.jsonl"))
-            raise TaskError(f"{spec}: no tiny tasks of that name; there are {', '.join(known) or 'none at ' + str(TINY)}")
+            raise TaskError(
+                f"{spec}: no tiny tasks of that name; there are {', '.join(known) or 'none at ' + str(TINY)}"
+            )
         for path in found:
             for number, row in read_rows(path):
                 yield f"{path}:{number}", row, None
@@ -2775,8 +2867,12 @@ def read_task(place, row, reader):
         row = reader(row)
         check_gold(row)
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise TaskError(f"{place}: {error if isinstance(error, TaskError) else f'{type(error).__name__} {error}'}") from None
+        raise TaskError(
+            f"{place}: {error if isinstance(error, TaskError) else f'{type(error).__name__} {error}'}"
+        ) from None
     text = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
+    import hashlib
+
     digest = hashlib.sha256((text + "\0" + row["answer"]).encode("utf-8", "surrogatepass")).hexdigest()[:12]
     kept = {key: row[key] for key in ("prompt", "domain", "verifier", "answer")} | {"id": str(row.get("id") or digest)}
     return kept | ({"held_out": True} if row.get("held_out") else {})
@@ -2785,7 +2881,11 @@ def read_task(place, row, reader):
 def check_gold(row):
     """Raises TaskError for a row that could never be scored rightly."""
     prompt, verifier, answer = row["prompt"], row["verifier"], row["answer"]
-    chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    chat = (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    )
     if not (isinstance(prompt, str) and prompt.strip() or chat):
         raise TaskError("the prompt must be a text or a list of messages with role and content")
     if not isinstance(answer, str):
@@ -2830,6 +2930,8 @@ def load_tasks(spec, limit=None, seed=0, data_dir=None):
     if not rows:
         raise TaskError(f"{spec}: no rows")
     if limit is not None and limit < len(rows):
+        import random
+
         rows = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), limit))]
     return rows
 
@@ -2858,9 +2960,13 @@ def main(path):
                 entry[2] += score < row["expected"]
     print(f"{len(rows)} rows, mean score {sum(scores) / max(len(rows), 1):.3f}, {seconds:.1f} s", file=sys.stderr)
     print(f"zeros that are no plain wrong answers: {scores.counts or 'none'}", file=sys.stderr)
-    for name, (n, false_right, false_wrong) in sorted(table.items(), key=lambda item: (item[0].startswith(" "), item[0])):
+    for name, (n, false_right, false_wrong) in sorted(
+        table.items(), key=lambda item: (item[0].startswith(" "), item[0])
+    ):
         if not name.startswith(" ") or false_right or false_wrong:
-            print(f"{name:36} {n:5} rows  {false_right:3} wrongly paid  {false_wrong:3} wrongly refused", file=sys.stderr)
+            print(
+                f"{name:36} {n:5} rows  {false_right:3} wrongly paid  {false_wrong:3} wrongly refused", file=sys.stderr
+            )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ ROW = {"prompt": "1+1?", "domain": "math", "verifier": "math", "answer": "2"}
 
 
 def write(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     return str(path)
 
 
@@ -23,7 +25,9 @@ def refusal(spec, **how):
 
 
 def test_our_rows_keep_their_id_or_get_one_of_their_content(tmp_path):
-    path = write(tmp_path / "a.jsonl", [ROW, ROW | {"id": 7}, ROW | {"prompt": "2?", "held_out": True}, "", ROW | {"extra": 1}])
+    path = write(
+        tmp_path / "a.jsonl", [ROW, ROW | {"id": 7}, ROW | {"prompt": "2?", "held_out": True}, "", ROW | {"extra": 1}]
+    )
     tasks = load_tasks(path)
     assert [set(task) for task in tasks] == [{"prompt", "domain", "verifier", "answer", "id"}] * 2 + [
         {"prompt", "domain", "verifier", "answer", "id", "held_out"}, {"prompt", "domain", "verifier", "answer", "id"}
@@ -52,7 +56,12 @@ def test_files_of_other_kinds(tmp_path):
 
 def test_verl_and_open_instruct_rows(tmp_path):
     chat = [{"role": "user", "content": "1+1?"}]
-    verl = {"data_source": "x", "prompt": chat, "ability": "math", "reward_model": {"style": "rule", "ground_truth": 2.5}}
+    verl = {
+        "data_source": "x",
+        "prompt": chat,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": 2.5},
+    }
     (task,) = load_tasks(write(tmp_path / "verl.jsonl", [verl]))
     assert (task["prompt"], task["domain"], task["verifier"], task["answer"]) == (chat, "math", "math", "2.5")
     rows = [{"messages": chat, "ground_truth": "2", "dataset": name} for name in ("gsm8k", "MATH")]
@@ -96,7 +105,9 @@ def test_language_detection_is_asked_for_when_it_is_missing(tmp_path, monkeypatc
 def test_unknown_places_are_named(tmp_path, monkeypatch):
     assert "no such file" in refusal(str(tmp_path / "none.jsonl"))
     assert "neither a preset (tiny, gsm8k" in refusal("gsm9k:train")
-    assert "none of" in refusal("gsm8k:train", data_dir=str(tmp_path)) and "no rows" in refusal(write(tmp_path / "e.jsonl", []))
+    assert "none of" in refusal("gsm8k:train", data_dir=str(tmp_path)) and "no rows" in refusal(
+        write(tmp_path / "e.jsonl", [])
+    )
     assert "cannot load openai/gsm8k" in refusal("gsm8k:test")  # HF_HUB_OFFLINE is set
     assert "tiny:physics" in refusal("tiny:physics")
 
@@ -107,7 +118,10 @@ def test_tiny_specs(tmp_path, monkeypatch):
         for split in ("train", "test") if domain != "reverse" else ("test",):
             row = ROW | {"domain": domain, "verifier": "exact", "id": f"{domain}-{split}"}
             write(tmp_path / f"{domain}-{split}.jsonl", [row])
-    found = {spec: [task["id"] for task in load_tasks(spec)] for spec in ("tiny", "tiny:train", "tiny:test", "tiny:code", "tiny:math:test")}
+    found = {
+        spec: [task["id"] for task in load_tasks(spec)]
+        for spec in ("tiny", "tiny:train", "tiny:test", "tiny:code", "tiny:math:test")
+    }
     assert found == {
         "tiny": ["math-train", "code-train"], "tiny:train": ["math-train", "code-train"],
         "tiny:test": ["math-test", "code-test", "reverse-test"], "tiny:code": ["code-train"], "tiny:math:test": ["math-test"],
@@ -128,7 +142,9 @@ GOLDS = {  # what a right completion looks like, from the row of the data set
 @pytest.mark.parametrize("spec", GOLDS)
 def test_presets_pay_the_reference_answers(data_folder, spec):
     name, split = spec.split(":")
-    rows = [json.loads(line) for line in (data_folder / name / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in (data_folder / name / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     tasks = load_tasks(spec, data_dir=str(data_folder))
     assert len(tasks) == len(rows) and {task["domain"] for task in tasks} <= {"math", "code", "science"}
     assert len({task["id"] for task in tasks}) > 0.99 * len(tasks)
@@ -143,6 +159,16 @@ def test_ifeval_loads_whole(data_folder):
 
 
 def test_each_preset_is_a_line_of_the_table():
-    assert {"gsm8k", "svamp", "openbookqa", "mmlu-stem", "mbpp", "mbpp-sanitized", "humaneval", "ifeval", "math500"} <= PRESETS.keys()
+    assert {
+        "gsm8k",
+        "svamp",
+        "openbookqa",
+        "mmlu-stem",
+        "mbpp",
+        "mbpp-sanitized",
+        "humaneval",
+        "ifeval",
+        "math500",
+    } <= PRESETS.keys()
     for hub, config, split, reader in PRESETS.values():
         assert "/" in hub and (config is None or config) and split in ("train", "test") and callable(reader)

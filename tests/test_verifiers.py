@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_collected_code_cases(case_folder):
     cases = core(read_cases(case_folder / "code.jsonl"))
     if isolation() != "namespaces":
         cases = [case for case in cases if not case.get("destructive") and not case.get("run_only_sandboxed")]
-    folders = [Path.cwd(), Path.home(), Path("/tmp"), HERE.parent]
+    folders = [Path.cwd(), Path.home(), Path(tempfile.gettempdir()), HERE.parent]
     before, files = processes(), [{path.name for path in folder.iterdir()} for folder in folders]
     assert wrong_verdicts(cases, workers=2, timeout=2) == []
     assert processes() <= before
@@ -85,7 +86,7 @@ def test_collected_code_cases(case_folder):
 
 def isolation():
     worker = verifiers.POOL.take()
-    verifiers.POOL.idle.put(worker)
+    verifiers.POOL.idle["code"].append(worker)
     return worker.isolation
 
 
@@ -94,10 +95,7 @@ def processes():
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     parents = {int(pid): int(parent) for pid, parent, name in rows if name.strip() != "ps"}
-    idle = [verifiers.POOL.take() for _ in range(verifiers.POOL.idle.qsize())]
-    for worker in idle:
-        verifiers.POOL.idle.put(worker)
-    workers = {worker.process.pid for worker in idle}
+    workers = {worker.process.pid for idle in verifiers.POOL.idle.values() for worker in idle}
     workers |= {pid for pid, parent in parents.items() if parent in workers}
 
     def ours(pid):
@@ -148,7 +146,9 @@ def test_extract_code(text, code):
 
 
 def test_the_block_that_defines_the_name_is_preferred():
-    assert "def add" in extract_code(python("def add(a, b): return a + b") + "\n" + python("print(add(1, 2))"), ("add",))
+    assert "def add" in extract_code(
+        python("def add(a, b): return a + b") + "\n" + python("print(add(1, 2))"), ("add",)
+    )
 
 
 def test_right_programs_are_paid():
@@ -253,16 +253,20 @@ def test_without_namespaces_limits_hold(monkeypatch, caplog):
     code = FALLBACK.format(folder=str(Path(verifiers.__file__).parent))
     monkeypatch.setattr(verifiers.Worker, "command", [*flags, "-c", code])
     monkeypatch.setattr(verifiers.Worker, "logged", False)
-    pool = verifiers.POOL
-    before = processes() | {worker.process.pid for worker in [pool.take()] if pool.idle.put(worker) is None}
     monkeypatch.setattr(verifiers, "POOL", verifiers.Pool())
+    before = processes()
     try:
         right = python("print(sum(map(int, input().split())))")
         if verify("code", right, SUM) == 0.0:
             pytest.skip("the interpreter is in a folder that only root can read")
         assert "limits only" in caplog.text
         fork = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\n" + right[10:-4]
-        endless = [python(fork), python("while True: pass"), python("x = 'a' * 10**11"), python("while True: print('x' * 10**6)")]
+        endless = [
+            python(fork),
+            python("while True: pass"),
+            python("x = 'a' * 10**11"),
+            python("while True: print('x' * 10**6)"),
+        ]
         assert verify_batch([("code", c, SUM) for c in endless], timeout=1) == [1.0, 0.0, 0.0, 0.0]
         assert processes() <= before
     finally:
@@ -310,7 +314,11 @@ def test_a_keyword_is_text_and_no_regular_expression():
 
 
 def test_no_silent_pass():
-    for answer in (ifeval("keywords:exist", keywords=["a"]), ifeval("count:keywords_multiple"), ifeval("keywords:existence")):
+    for answer in (
+        ifeval("keywords:exist", keywords=["a"]),
+        ifeval("count:keywords_multiple"),
+        ifeval("keywords:existence"),
+    ):
         with pytest.raises(TaskError):
             verifiers.parse_ifeval_answer(answer)
         assert verify_batch([("ifeval", "a", answer)]).counts == {"unparsable gold": 1}
@@ -331,7 +339,11 @@ def test_language_detection_says_the_same_each_time_and_no_letters_are_no_langua
     pytest.importorskip("langdetect")
     answer = ifeval("language:response_language", language="de")
     german = "Der Fluss war heute ruhig und die Boote blieben im Hafen."
-    assert verify_batch([("ifeval", t, answer) for t in (german, "The river was quiet today.", "123")]) == [1.0, 0.0, 0.0]
+    assert verify_batch([("ifeval", t, answer) for t in (german, "The river was quiet today.", "123")]) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
     short = [("ifeval", f"{word} ARE RED", ifeval("change_case:english_capital")) for word in ("ROSES", "CARS", "DOGS")]
     assert len({tuple(verify_batch(short, workers=1)) for _ in range(5)}) == 1
 
@@ -362,9 +374,14 @@ def test_results_are_in_order_and_equal_rows_are_checked_once():
 
 
 def test_one_row_cannot_hurt_another():
-    kill = python("import os, signal\nfor p in (1, os.getppid()):\n    try: os.kill(p, signal.SIGKILL)\n    except OSError: pass\nos.kill(0, 9)")
+    kill = python(
+        "import os, signal\nfor p in (1, os.getppid()):\n    try: os.kill(p, signal.SIGKILL)\n    except OSError: pass\nos.kill(0, 9)"
+    )
     hang, right = python("while True: pass"), python("def add(a, b): return a + b")
-    rows = [("code", text, ADD) for text in (right, hang, kill, right + "\n", python("x = [0]\nwhile True: x += x"), right + " ")]
+    rows = [
+        ("code", text, ADD)
+        for text in (right, hang, kill, right + "\n", python("x = [0]\nwhile True: x += x"), right + " ")
+    ]
     scores = verify_batch(rows, workers=2, timeout=1)
     assert scores == [1.0, 0.0, 0.0, 1.0, 0.0, 1.0] and scores.counts["timeout"] >= 1
 
@@ -373,14 +390,17 @@ def test_a_worker_that_dies_is_replaced():
     worker = verifiers.POOL.take()
     worker.process.kill()
     worker.process.wait()
-    verifiers.POOL.idle.put(worker)
+    verifiers.POOL.idle["code"].append(worker)
     assert verify("code", python("def add(a, b):\n    return a + b  # again"), ADD) == 1.0
 
 
 def test_from_threads_and_under_asyncio():
     row = ("code", python("def add(a, b):\n    return a + b  # threads"), ADD)
     scores = []
-    threads = [threading.Thread(target=lambda: scores.append(verify_batch([row, ("math", r"\boxed{\sqrt{8}}", r"2\sqrt2")]))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: scores.append(verify_batch([row, ("math", r"\boxed{\sqrt{8}}", r"2\sqrt2")])))
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -438,7 +458,14 @@ def mutate(text, rng):
     for _ in range(rng.choice([1, 1, 2, 4, 10])):
         i, j = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         piece = rng.choice(BITS) * rng.choice([1, 1, 1, 2, 50])
-        text = rng.choice([text[:i] + piece + text[i:], text[:i] + text[j:], text + text[i:j], text[:i] + chr(rng.randrange(0x110000)) + text[i:]])
+        text = rng.choice(
+            [
+                text[:i] + piece + text[i:],
+                text[:i] + text[j:],
+                text + text[i:j],
+                text[:i] + chr(rng.randrange(0x110000)) + text[i:],
+            ]
+        )
         text = text[:4000]
     return text
 
@@ -446,10 +473,18 @@ def mutate(text, rng):
 def test_20000_completions_of_noise_raise_nothing():
     rng = random.Random(0)
     cases = [case for path in sorted((HERE / "cases").glob("*.jsonl")) for case in read_cases(path)]
-    cases += [{"verifier": "code", "completion": python("def add(a, b):\n    return a + b"), "answer": a} for a in (ADD, ASSERTS)]
+    cases += [
+        {"verifier": "code", "completion": python("def add(a, b):\n    return a + b"), "answer": a}
+        for a in (ADD, ASSERTS)
+    ]
     names = ["keywords:existence", "length_constraints:number_sentences", "detectable_format:number_bullet_lists"]
     kwargs = [{"keywords": ["a"]}, {"num_sentences": 2, "relation": "less than"}, {"num_bullets": 1}]
-    names += ["detectable_content:number_placeholders", "detectable_format:json_format", "detectable_format:title", "combination:two_responses"]
+    names += [
+        "detectable_content:number_placeholders",
+        "detectable_format:json_format",
+        "detectable_format:title",
+        "combination:two_responses",
+    ]
     kwargs += [{"num_placeholders": 1}, {}, {}, {}]
     answer = json.dumps({"instruction_id_list": names, "kwargs": kwargs, "partial": True})
     cases += [{"verifier": "ifeval", "completion": "* A line. <<t>> [x] Another!\n- b", "answer": answer}] * 50

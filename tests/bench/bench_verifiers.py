@@ -42,7 +42,9 @@ def rate(run, count, repeats=5):
 
 def ours_math(repeat):
     # A blank more each time, so that no cache helps, neither ours nor theirs.
-    rows = [("math", rf"So \boxed{{{answer}{' ' * (repeat + 1)}}}.", gold + " " * (repeat + 1)) for answer, gold in PAIRS]
+    rows = [
+        ("math", rf"So \boxed{{{answer}{' ' * (repeat + 1)}}}.", gold + " " * (repeat + 1)) for answer, gold in PAIRS
+    ]
     return verify_batch(rows, workers=1)
 
 
@@ -69,8 +71,7 @@ def peer_code(repeat):
     problem["test"] = "def check(add):\n" + "".join(f"    {line}\n" for line in ASSERTS)
     for i in range(60):
         result = check_correctness(problem, f"    return a + b  # {repeat} {i}", timeout=6.0)
-        # The package ships with the line that runs the program commented out: then only its overhead is measured.
-        assert result["passed"] or "failed" in result["result"] or result["result"] == "timed out", result
+        assert result["passed"], result
 
 
 def main():
