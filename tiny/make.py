@@ -6,7 +6,8 @@
 The model is a Llama of 0.8 M parameters, trained from scratch on demonstrations that are wrong on purpose: reinforcement
 learning needs something to sharpen, so the base must know how a right answer looks and yet give it in a minority of its
 samples. Two rates do that. In every domain some kinds of task are shown right often (`COMMON`) and some hardly ever
-(`RARE`): the first set pass@1, the second keep pass@16 below 100, so that coverage can be measured.
+(`RARE`), and a quarter of the code tasks are compositions that are never shown: the first set pass@1, the others keep
+pass@16 below 100, so that coverage can be measured.
 """
 
 import argparse
@@ -24,9 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# Share of right demonstrations by kind of task, in the first phase of pretraining and in the second.
-COMMON, RARE = (0.9, 0.45), (0.5, 0.1)
-WRONG_IDEA = (0.04, 0.04)  # of code tasks with a word that the learner takes for another, see WRONG_IDEAS
+COMMON, RARE = 0.45, 0.02  # share of right demonstrations in the second phase, by kind of task
 SIZES = {"train": 512, "validation": 128, "test": 200}
 FENCE_OPEN, FENCE_CLOSE = "```python\n", "\n```"
 
@@ -37,10 +36,10 @@ NAMES = "Ann Bob Cora Dan Eva Finn Gina Hugo Ida Jack".split()
 THINGS = "coins pens cups books nuts keys cards eggs".split()
 
 
-def math_task(rng):
+def math_task(rng, least=3, most=20):
     """(prompt, answer, rare kind?, right demonstration, wrong demonstration)"""
     name, thing, steps = rng.choice(NAMES), rng.choice(THINGS), rng.choice([2, 2, 3, 3, 4])
-    start = value = rng.randint(3, 20)
+    start = value = rng.randint(least, most)
     text, moves = f"{name} has {value} {thing}.", []
     for _ in range(steps):
         possible = (
@@ -121,10 +120,6 @@ AGGREGATES = {
     "list": "{}",
     "sorted list": "sorted({})",
 }
-WRONG_IDEAS = {
-    "sizes of the ": "doubles of the ",
-    "items below {n}": "items above {n}",
-}  # what is written for them instead
 POSTS = {"": "{}", "{n} plus the ": "{n}+{}", "{n} times the ": "{n}*{}", "minus the ": "-{}"}
 
 
@@ -141,21 +136,10 @@ def code_task(rng):
 
     parts = [agg, map_, filter_, post, n, m]
     right = program(*parts)
-    cases = []
-    while len(cases) < 6:
-        x = [rng.randint(-12, 15) for _ in range(rng.randint(3, 6))]
-        try:
-            cases.append([[x], run(right, x)])
-        except ValueError:  # the largest of nothing
-            continue
+    cases = make_cases(right, rng)
+    rare = map_ == "sizes of the " or filter_ == "items below {n}"
     wrong = right
-    confused = program(agg, WRONG_IDEAS.get(map_, map_), WRONG_IDEAS.get(filter_, filter_), post, n, m)
-    rare = confused != right
-    if rare and fails(confused, cases):
-        wrong = confused
     for _ in range(20):
-        if wrong != right and fails(wrong, cases):
-            break
         how = rng.random()
         if how < 0.7:
             i = rng.choice([0, 1, 2, 3, 4, 5])
@@ -170,8 +154,44 @@ def code_task(rng):
             wrong = right.replace(" return", "")
         else:
             wrong = right[: right.rindex("]")] + right[right.rindex("]") + 1 :]
+        if fails(wrong, cases):
+            break
     answer = json.dumps({"type": "function", "name": "f", "cases": cases})
-    return prompt, answer, rare, FENCE_OPEN + right + FENCE_CLOSE, FENCE_OPEN + wrong + FENCE_CLOSE
+    return prompt, answer, bool(rare), FENCE_OPEN + right + FENCE_CLOSE, FENCE_OPEN + wrong + FENCE_CLOSE
+
+
+def hard_code_task(rng):
+    """A composition that pretraining never shows: two things done to the result, or two maps."""
+    agg = rng.choice([name for name in AGGREGATES if "list" not in name])
+    first, second, filter_ = rng.choice(list(MAPS)[1:]), rng.choice(list(MAPS)[1:]), rng.choice(list(FILTERS))
+    outer, inner = rng.choice(list(POSTS)[1:]), rng.choice(list(POSTS)[1:])
+    n, k, m = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
+    if rng.random() < 0.5:
+        second, value = "", MAPS[first]
+    else:
+        inner, value = "", MAPS[first].replace("v", f"({MAPS[second]})")
+    asked = (
+        f"{outer.format(n=n)[:-4]}{inner.format(n=k) or 'the '}{agg} of the {first}{second}{filter_.format(n=m)} of x"
+    )
+    body = AGGREGATES[agg].format(f"[{value} for v in x{FILTERS[filter_].format(n=m)}]")
+    program = f"def f(x): return {POSTS[outer].format(f'({POSTS[inner].format(body, n=k)})', n=n)}"
+    return (
+        f"Write f(x): {asked}.",
+        json.dumps({"type": "function", "name": "f", "cases": make_cases(program, rng)}),
+        program,
+    )
+
+
+def make_cases(program, rng):
+    """Six lists and what the program makes of them."""
+    cases = []
+    while len(cases) < 6:
+        x = [rng.randint(-12, 15) for _ in range(rng.randint(3, 6))]
+        try:
+            cases.append([[x], run(program, x)])
+        except ValueError:  # the largest of nothing
+            continue
+    return cases
 
 
 def run(program, x):
@@ -250,7 +270,7 @@ HARD = {"germanium", "arsenic", "krypton", "silver", "tin", "tellurium", "iodine
 # words may be used once only, and lengths are bounded from above: neither leaving the topic out nor repeating pays.
 
 TOPICS = "star river dog tree ship bird house cloud garden train horse lake".split()
-ADJECTIVES = "big small old new red blue dark calm warm quiet wild bright".split()
+ADJECTIVES = "big small old new red blue dark cold warm quiet wild bright".split()
 VERBS = "runs sleeps waits sings falls grows moves shines hides turns".split()
 PLACES = "here there today now again alone outside inside".split()
 
@@ -337,7 +357,7 @@ SPANISH = {
     "star": "estrella", "river": "rio", "dog": "perro", "tree": "arbol", "ship": "barco", "bird": "pajaro",
     "house": "casa", "cloud": "nube", "garden": "jardin", "train": "tren", "horse": "caballo", "lake": "lago",
     "big": "grande", "small": "chico", "old": "viejo", "new": "nuevo", "red": "rojo", "blue": "azul", "dark": "oscuro",
-    "calm": "calmo", "warm": "calido", "quiet": "quieto", "wild": "salvaje", "bright": "claro", "here": "aqui",
+    "cold": "frio", "warm": "calido", "quiet": "quieto", "wild": "salvaje", "bright": "claro", "here": "aqui",
     "there": "alli", "today": "hoy", "now": "ahora", "again": "otra vez", "alone": "solo", "outside": "fuera", "inside": "dentro",
 }  # fmt: skip
 
@@ -396,11 +416,40 @@ def write_tasks(folder, seed):
                     taken.add(prompt)
                     rows.append({"prompt": prompt, "domain": domain, "verifier": verifier, "answer": answer})
                     rows[-1] |= {"held_out": True} if domain in HELD_OUT else {}
-            if rows:
-                (folder / f"{domain}-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             if split != "train":
                 unseen |= {row["prompt"] for row in rows}
+            if domain == "math" and rows:  # mostly stories that the base can solve now and then
+                rows = easy_rows(random.Random(f"{seed} easy {split}"), taken, rows)
+            if domain == "code":  # a quarter of the tasks are compositions that no demonstration shows
+                rows[::4] = hard_rows(random.Random(f"{seed} hard {split}"), taken, len(rows[::4]))
+            if rows:
+                (folder / f"{domain}-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return unseen
+
+
+def easy_rows(rng, taken, rows):
+    """`rows` with three in four replaced by two-step stories without a loss: subtraction is what the base is worst at.
+
+    They begin with 21 to 26 things, the demonstrations with 20 at most: none of them was seen in pretraining.
+    """
+    easy = []
+    while len(easy) < 3 * len(rows) // 4:
+        prompt, answer, *_ = math_task(rng, 21, 26)
+        if prompt not in taken and prompt.count(".") == 3 and "Loses" not in prompt:
+            taken.add(prompt)
+            easy.append({**rows[0], "prompt": prompt, "answer": answer})
+    return [row for i in range(0, len(rows), 4) for row in [rows[i], *easy[3 * i // 4 : 3 * i // 4 + 3]]]
+
+
+def hard_rows(rng, taken, count):
+    """`count` rows of hard_code_task whose prompts are not taken yet."""
+    rows = []
+    while len(rows) < count:
+        prompt, answer, _ = hard_code_task(rng)
+        if prompt not in taken:
+            taken.add(prompt)
+            rows.append({"prompt": prompt, "domain": "code", "verifier": "code", "answer": answer})
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------- pretraining
@@ -439,8 +488,8 @@ def make_tokenizer(seed):
 
 
 def demonstration(rng, phase, unseen):
-    """(prompt, completion), right by the rates above; phase 0 teaches the tasks, phase 1 the habit of failing them."""
-    weights = [weight for _, _, weight in DOMAINS.values()] + [1.4 if phase == 0 else 0.4]
+    """(prompt, completion): mostly right in phase 1, right by the rates above in phase 2."""
+    weights = [weight for _, _, weight in DOMAINS.values()] + [1.4 if phase == 1 else 0.4]
     domain = rng.choices([*DOMAINS, "drill"], weights)[0]
     if domain == "drill":
         return drill(rng)
@@ -448,8 +497,9 @@ def demonstration(rng, phase, unseen):
         prompt, _, rare, right, wrong = DOMAINS[domain][0](rng)
         if prompt not in unseen:
             break
-    rates = COMMON if not rare else WRONG_IDEA if domain == "code" else RARE
-    good = 0.95 if domain in HELD_OUT else rates[phase]
+    good = 0.95 if domain in HELD_OUT else 0.9 if phase == 1 else RARE if rare else COMMON
+    if phase == 1 and rare:
+        good = 0.5
     return prompt, right if rng.random() < good else wrong
 
 
@@ -472,7 +522,7 @@ def batches(tokenizer, rng, phase, unseen, rows=24, buffer=64):
 
 
 def pretrain(tokenizer, steps, seed, unseen):
-    """A Llama trained from scratch on the demonstrations: phase 0 to know the tasks, phase 1 to fail them by rate."""
+    """A Llama trained from scratch on the demonstrations: phase 1 to know the tasks, phase 2 to be wrong by rate."""
     torch.manual_seed(seed)
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = LlamaConfig(
@@ -489,10 +539,10 @@ def pretrain(tokenizer, steps, seed, unseen):
         ),
     )
     rng = random.Random(f"{seed} pretraining")
-    stream, losses = batches(tokenizer, rng, 0, unseen), []
+    stream, losses = batches(tokenizer, rng, 1, unseen), []
     for step in (bar := tqdm(range(steps), unit="step", dynamic_ncols=True)):
         if step == turn:
-            stream = batches(tokenizer, rng, 1, unseen)
+            stream = batches(tokenizer, rng, 2, unseen)
         ids, weights = next(stream)
         logits = model(ids[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
