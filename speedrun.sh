@@ -43,7 +43,7 @@ finish() {
     wait
     for name in "$@"; do
         [ -e "$OUT/$name.done" ] || { echo "$name failed; its last lines:" >&2; tail -n 5 "$OUT/$name.log" >&2; exit 1; }
-        grep "^Learnt" "$OUT/$name.log" | sed "s/^/$name: /" || true
+        grep -ao "Learnt: .*" "$OUT/$name.log" | sed "s/^/$name: /" || true
     done
 }
 
