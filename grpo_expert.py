@@ -12,7 +12,7 @@ and for A without a standard deviation the paper this project follows, 2608.2740
 Left out: several GPUs, LoRA, asynchronous rollouts, a value network. Dropout is off in training too, so that the
 sampler and the learner are the same policy.
 
-    python grpo_expert.py                                    the math expert of the tiny world, about a minute on 2 cores
+    python grpo_expert.py                                    the math expert of the tiny world, about 90 seconds
     python grpo_expert.py --tasks tiny:code --out runs/code  another domain
     python grpo_expert.py --model Qwen/Qwen2.5-0.5B-Instruct --tasks gsm8k:train --learning_rate 1e-6 \\
         --max_completion_length 512 --tokens_per_microbatch 8192

@@ -9,7 +9,7 @@ P prompts by domain with weights w, and the group baseline keeps domains of diff
 
 Left out: several GPUs, LoRA, asynchronous rollouts, proportions that adapt, rewards scaled or weighted by domain.
 
-    python mix_rl.py                                               the four tiny domains, about two minutes on 2 cores
+    python mix_rl.py                                               the four tiny domains, about three minutes
     python mix_rl.py --proportions math=2 code=1 science=1 instruction=1 --out runs/mix-math
     python mix_rl.py --model Qwen/Qwen2.5-0.5B-Instruct --tasks gsm8k:train mbpp:train --learning_rate 1e-6 \\
         --max_completion_length 512 --tokens_per_microbatch 8192

@@ -13,7 +13,7 @@ Sources: the paper arXiv 2608.27409 (sampled), Nemotron-Cascade 2 2603.19220 (th
 Left out: several GPUs, LoRA, teachers behind a server, a mix with outcome rewards, top-k KL.
 
     python mopd.py --teachers math=runs/math code=runs/code --tasks tiny:math tiny:code
-    python mopd.py                                     teachers from runs/speedrun, about a minute on 2 cores
+    python mopd.py                                     teachers from runs/speedrun, about 90 seconds
 """
 
 import copy

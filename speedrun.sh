@@ -3,7 +3,7 @@
 #
 #   bash speedrun.sh                     results under runs/speedrun, about 10 minutes on 2 cores
 #   SEED=1 OUT=runs/seed1 bash speedrun.sh
-#   STEPS=10 bash speedrun.sh            a tenth of the training: does everything run?
+#   STEPS=6 bash speedrun.sh             a tenth of the training: does everything run?
 #
 # Run it again after an interruption and it goes on where it was: a finished stage is not repeated.
 set -euo pipefail

@@ -1,6 +1,6 @@
 """Make the tiny world: task files of four domains (and two held out), and a small chat model that half knows them.
 
-    python tiny/make.py                 writes tiny/tasks/*.jsonl and tiny/base, about 10 minutes on 2 idle cores
+    python tiny/make.py                 writes tiny/tasks/*.jsonl and tiny/base, 10 to 20 minutes on one core
     python tiny/make.py --tasks_only    the task files alone, seconds
 
 The model is a Llama of 0.8 M parameters, trained from scratch on demonstrations that are wrong on purpose: reinforcement
