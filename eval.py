@@ -77,6 +77,8 @@ class Args:
         if not all("=" in model for model in self.models) or len(set(names)) < len(names):
             stop("--models takes NAME=folder pairs with different names, e.g. base=tiny/base math=runs/math")
         self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            stop(f"--device {self.device}: this PyTorch sees no GPU; leave --device out, or install a CUDA build")
         if self.dtype == "auto":
             bfloat16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
             self.dtype = "bfloat16" if bfloat16 else "float32"
@@ -93,7 +95,7 @@ def parse_args(args_class, description):
     args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(unknown[0], flags, n=1)
+        near = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.7)
         stop(f"unknown argument {unknown[0]}" + (f": did you mean {near[0]}?" if near else " (see --help)"))
     return args
 

@@ -90,13 +90,16 @@ class Args:
         least |= dict(eval_samples=1, tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0, overlong_cache=0)
         for name, value in least.items():
             if getattr(self, name) < value:
-                stop(f"--{name} must be {value} or more (a group is its own baseline, so it takes 2 completions)")
+                why = ": a group is its own baseline" if name == "num_generations" else ""
+                stop(f"--{name} must be {value} or more{why}")
         for name in ("temperature", "learning_rate", "max_grad_norm", "tis_cap", "epsilon", "epsilon_high"):
             if not 0 < getattr(self, name) < math.inf:
                 stop(f"--{name} must be above 0, not {getattr(self, name)}")
         if self.beta < 0 or self.epsilon >= 1:
             stop("--beta must be 0 or more, and --epsilon below 1")
         self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            stop(f"--device {self.device}: this PyTorch sees no GPU; leave --device out, or install a CUDA build")
         if self.dtype == "auto":
             bfloat16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
             self.dtype = "bfloat16" if bfloat16 else "float32"
@@ -331,7 +334,10 @@ def open_run(args, device):
         old, free = json.loads((out / "args.json").read_text()), ("out", "resume", "save_every", "slots", "device")
         if changed := [name for name in new if name not in free and old.get(name) != new[name]]:
             stop(f"{out} was started with another --{', --'.join(changed)}: give the same, or choose another --out")
-    (out / "state").mkdir(parents=True, exist_ok=True)
+    try:
+        (out / "state").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"cannot write --out {out}: {error.strerror}")
     if (out / "state" / "last.pt").exists():
         state = torch.load(out / "state" / "last.pt", map_location=device, weights_only=True)
         print(f"{out}: continues after step {state['step']}")

@@ -105,6 +105,8 @@ class Args:
         if not all("=" in teacher for teacher in self.teachers):
             stop("--teachers takes DOMAIN=folder pairs: math=runs/math code=runs/code")
         self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            stop(f"--device {self.device}: this PyTorch sees no GPU; leave --device out, or install a CUDA build")
         if self.dtype == "auto":
             bfloat16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
             self.dtype = "bfloat16" if bfloat16 else "float32"
@@ -320,7 +322,10 @@ def open_run(args, device):
         old, free = json.loads((out / "args.json").read_text()), ("out", "resume", "save_every", "slots", "device")
         if changed := [name for name in new if name not in free and old.get(name) != new[name]]:
             stop(f"{out} was started with another --{', --'.join(changed)}: give the same, or choose another --out")
-    (out / "state").mkdir(parents=True, exist_ok=True)
+    try:
+        (out / "state").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"cannot write --out {out}: {error.strerror}")
     if (out / "state" / "last.pt").exists():
         state = torch.load(out / "state" / "last.pt", map_location=device, weights_only=True)
         print(f"{out}: continues after step {state['step']}")

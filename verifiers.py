@@ -2786,7 +2786,7 @@ def read_rows(path):
     if not os.path.isfile(path):
         raise TaskError(f"{str(path)[:200]}: no such file")
     if path.suffix == ".jsonl":
-        with open(path, encoding="utf-8") as lines:
+        with open(path, "rb") as lines:  # bytes: a line that is not UTF-8 is refused with its number, too
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:
