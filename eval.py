@@ -11,20 +11,26 @@ For each task n completions are drawn and c of them are right; everything in the
 
 A model named like a domain (math=...) counts as that domain's expert. Held-out domains are those whose task rows say
 so; they stay out of the average. A model scored before under the same settings is read from --out, not sampled again,
-so an evaluation continues after an interruption and grows by a model. Left out: intervals, pictures.
+so an evaluation continues after an interruption and grows by a model. What chose a model, e.g. the scale of a merge, is
+an evaluation of its own, whose cost is added by --chosen_by. Left out: the spread over training seeds (one table is one
+seed), and corrections for the many pairs compared.
 """
 
 import argparse
 import dataclasses
 import difflib
+import importlib.util
+import itertools
 import json
 import math
 import os
 import resource
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -32,11 +38,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, HfArgumentParser
+from transformers.cache_utils import DynamicLayer
 from transformers.hf_argparser import HfArg
 from transformers.utils.logging import disable_progress_bar
 
-from verifiers import TaskError, load_tasks, verify_batch
+from verifiers import TaskError, claims, final_answer, load_tasks, parse_choice_answer, strip_thinking, verify_batch
+
+# GPU hours from end to end in arXiv 2608.27409, in units of experts + Merge
+PAPER_COSTS = {"merge": "1.00", "mix": "0.58-0.67", "mopd": "1.14-1.19"}
 
 # Letters are dimensions only: P prompts, G samples a prompt, B = P*G rows, T completion tokens, V vocabulary.
 
@@ -59,7 +69,8 @@ class Args:
     top_k: int = HfArg(default=0, help="sample from this many most likely tokens; 0: off")
     max_prompt_length: int = HfArg(default=2048, help="tokens; tasks with longer prompts are left out, and counted")
     max_completion_length: int = HfArg(default=48, help="tokens sampled at the most; the default suits the tiny world")
-    out: str = HfArg(default="", help="folder of eval.json, eval.md and samples.jsonl; empty: runs/eval-<time>")
+    chosen_by: list[str] = HfArg(default_factory=list, help="NAME=folder of the evaluation that chose a model (a merge's scale): its cost counts")
+    out: str = HfArg(default="", help="folder of eval.json, eval.md, samples.jsonl and pictures; empty: runs/eval-<time>")
     seed: int = HfArg(default=0, help="seed of every draw; the same for each model")
     slots: int = HfArg(default=512, help="completions sampled side by side; lower it when memory runs out")
     sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
@@ -76,6 +87,11 @@ class Args:
         names = [model.partition("=")[0] for model in self.models]
         if not all("=" in model for model in self.models) or len(set(names)) < len(names):
             stop("--models takes NAME=folder pairs with different names, e.g. base=tiny/base math=runs/math")
+        for name, _, folder in (pair.partition("=") for pair in self.chosen_by):
+            if name not in names or not os.path.exists(os.path.join(folder, "eval.json")):
+                stop(
+                    f"--chosen_by {name}={folder}: give NAME=folder, a name of --models and a folder with an eval.json"
+                )
         self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             stop(f"--device {self.device}: this PyTorch sees no GPU; leave --device out, or install a CUDA build")
@@ -179,6 +195,50 @@ class Rollouts(NamedTuple):
     finished: torch.Tensor  # (B,) bool: ended by itself, not cut at max_completion_length
 
 
+def custom_mask_fits(model):
+    """Whether every layer attends to all before it and takes a (b, 1, queries, keys) mask as it is.
+
+    Sliding windows and recurrent layers do not; models that know no such mask (flash attention) do not either.
+    """
+    config = model.config.get_text_config(decoder=True)
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    known = config._attn_implementation in ("sdpa", "eager") and not getattr(config, "sliding_window", None)
+    return known and layers == {"full_attention"}
+
+
+class Slots(DynamicLayer):
+    """One layer's keys and values, (slots, heads, room, size) each: a token writes one column, and nothing else moves.
+
+    transformers' own DynamicLayer copies all it holds for every token (torch.cat), which was half the time of a step
+    with 128 rows of the tiny model.
+    """
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Append columns -> views of the filled part. `keys` and `values` always are these views."""
+        new, start = (key_states, value_states), self.get_seq_length()
+        rows, end = len(key_states), start + key_states.shape[-2]
+        if not self.is_initialized or end > self.buffers[0].shape[-2]:  # make room for these and 64 tokens more
+            old = (self.keys, self.values)
+            self.buffers = [part.new_empty(rows, part.shape[1], end + 64, part.shape[-1]) for part in new]
+            for buffer, part in zip(self.buffers, old if start else ()):
+                buffer[:, :, :start] = part
+            self.is_initialized = True
+        for buffer, part in zip(self.buffers, new):
+            buffer[:rows, :, start:end] = part
+        self.keys, self.values = (buffer[:rows, :, :end] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices):
+        """Row i becomes what row indices[i] was; rows that stay where they are, are not copied."""
+        if len(indices) > len(self.keys):  # a prompt's KV, once a sample; the next token brings the room
+            self.buffers = self.keys, self.values = self.keys[indices], self.values[indices]
+            return
+        moved = (indices != torch.arange(len(indices), device=indices.device)).nonzero().squeeze(-1)
+        for part in (self.keys, self.values):
+            part[moved] = part[indices[moved]]
+        self.keys, self.values = self.keys[: len(indices)], self.values[: len(indices)]
+
+
 def draw(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
     """One token a row by inverting the CDF: the first token whose cumulative probability passes the row's uniform.
 
@@ -186,23 +246,43 @@ def draw(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
     """
     if temperature == 0:  # all the mass is on one token, whose log-probability is 0
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    logits = logits / temperature
+    V = logits.shape[-1]
+    logits = logits if temperature == 1 else logits / temperature
     if top_k:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        kth = logits.topk(min(top_k, V)).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p < 1:  # keep the smallest set of tokens whose mass reaches top_p
-        ordered, index = logits.sort(descending=True)
-        mass = ordered.softmax(-1)
+        for size in (1024, V):  # the most likely 1,024 nearly always hold it, and sorting all takes ten times as long
+            ordered, index = logits.topk(min(size, V))
+            mass = (ordered - logits.logsumexp(-1, keepdim=True)).exp()
+            if (mass.sum(-1) >= top_p).all():
+                break
         dropped = mass.cumsum(-1) - mass >= top_p
         dropped[:, 0] = False
-        logits = logits.masked_fill(dropped.scatter(-1, index, dropped), -math.inf)
-    weights = (logits - logits.max(-1, keepdim=True).values).exp()  # (b, V), softmax before it is normalised
-    cdf = weights.cumsum(-1)
-    total = cdf[:, -1:].clone()
-    tokens = torch.searchsorted(cdf, (uniforms.to(cdf)[:, None] * total), right=True)
-    # Rounding can carry u * total up to total itself; the last token that still adds mass is then the right one.
-    tokens = torch.minimum(tokens, torch.searchsorted(cdf, total)).squeeze(-1)
-    return tokens, (weights.gather(-1, tokens[:, None]) / total).log().squeeze(-1)
+        logits = torch.full_like(logits, -math.inf).scatter(-1, index, ordered.masked_fill(dropped, -math.inf))
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()  # (b, V), softmax before it is normalised
+    # The CDF in two levels, over blocks of 256 tokens and within one: a third of the time of one cumsum over V.
+    blocks = F.pad(weights, (0, -V % 256)).view(len(weights), -1, 256)
+    block_mass = blocks.sum(-1).to(uniforms)  # (b, V/256)
+    block, target = first_above(block_mass, uniforms * block_mass.sum(-1))
+    inside = blocks[torch.arange(len(blocks), device=block.device), block].to(uniforms)  # (b, 256)
+    token, _ = first_above(inside, target)
+    logprobs = (inside.gather(-1, token[:, None]).squeeze(-1) / block_mass.sum(-1)).log()
+    return block * 256 + token, logprobs.float()
+
+
+def first_above(mass, target):
+    """First place where the running sum of mass (b, n) exceeds target (b,) -> places (b,), target less what is before.
+
+    >>> first_above(torch.tensor([[0.5, 0.0, 1.0, 0.0]]), torch.tensor([0.75]))
+    (tensor([2]), tensor([0.2500]))
+    """
+    cdf = mass.cumsum(-1)
+    place = torch.searchsorted(cdf, target[:, None], right=True)
+    # Rounding can carry the target up to the total itself; the last place that still adds mass is then the right one.
+    place = torch.minimum(place, torch.searchsorted(cdf, cdf[:, -1:].clone()))
+    before = (cdf - mass).gather(-1, place).squeeze(-1)
+    return place.squeeze(-1), target - before
 
 
 @torch.no_grad()
@@ -213,9 +293,10 @@ def sample(
     """Sample num_generations completions of each prompt (a list of token ids) -> Rollouts.
 
     What makes it faster than model.generate: a prompt goes through the model once and its KV is expanded to the group,
-    rows leave the batch as soon as they end, and only the last position goes through the lm_head. Row r draws its t-th
-    token with the t-th uniform of the generator (seed, first_row + r), so a completion depends neither on `slots`
-    (rows side by side, None: all) nor on who shares the batch, up to floating point.
+    rows leave the batch as soon as they end, the KV stays where it is (Slots), and only the last position goes through
+    the lm_head. Row r draws its t-th token with the t-th uniform of the generator (seed, first_row + r), so a
+    completion depends neither on `slots` (rows side by side, None: all) nor on who shares the batch, up to floating
+    point.
     """
     B, device = len(prompts) * num_generations, model.device
     caps = torch.as_tensor(max_completion_length).expand(B)  # an int, or one per row
@@ -235,25 +316,37 @@ def sample(
         batch = prompts[start // num_generations :][: int(owner[-1]) + 1]
         longest = max(map(len, batch))
         ids = torch.tensor([[pad_id] * (longest - len(p)) + p for p in batch], device=device)  # padded on the left
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch], device=device)
-        position = (mask.cumsum(-1) - 1).clamp(min=0)
-        cache = DynamicCache(config=model.config)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * (len(p) + T) for p in batch], device=device)
+        position = (mask[:, :longest].cumsum(-1) - 1).clamp(min=0)
+        cache = Cache(layer_class_to_replicate=Slots)
         forward = dict(cache=cache, use_cache=True, logits_to_keep=1)
-        logits = model(ids, attention_mask=mask, position_ids=position, **forward).logits[:, -1]
+        logits = model(ids, attention_mask=mask[:, :longest], position_ids=position, **forward).logits[:, -1]
         cache.batch_select_indices(owner)  # prefilled once a prompt, now one copy a sample
         logits, mask, position = logits[owner], mask[owner], position[owner, -1:]
+        if custom_mask_fits(
+            model
+        ):  # a mask that is ready for use saves its making at each token: a tenth of a tiny step
+            mask = mask.bool()[:, None, None]
+        going = torch.ones(len(rows), dtype=torch.bool, device=device)
         for t in range(T):
             token, logprob = draw(logits.float(), uniforms[rows, t], temperature, top_p, top_k)
             ended = torch.isin(token, eos)
-            tokens[rows, t], logprobs[rows, t], lengths[rows], finished[rows] = token, logprob, t + 1, ended
-            going = (~ended & (t + 1 < caps[rows])).nonzero().squeeze(-1)
-            if len(going) == 0:
-                break
-            if len(going) < len(rows):  # finished rows leave, and take their KV along
-                rows, token, mask, position = rows[going], token[going], mask[going], position[going]
-                cache.batch_select_indices(going)
-            mask, position = F.pad(mask, (0, 1), value=1), position + 1
-            logits = model(token[:, None], attention_mask=mask, position_ids=position, **forward).logits[:, -1]
+            tokens[rows, t], logprobs[rows, t] = token.where(going, pad_id), logprob * going
+            lengths[rows] += going
+            finished[rows] |= going & ended
+            going &= ~ended & (t + 1 < caps[rows])
+            if device.type == "cpu" or t % 8 == 7 or t + 1 == T:  # to ask a GPU who is left is to wait for it
+                left = int(going.sum())
+                if left == 0:
+                    break
+                if left < len(rows):  # a row that ended gives its slot to one from the end of the batch
+                    order = torch.arange(left, device=device)
+                    order[~going[:left]] = left + going[left:].nonzero().squeeze(-1)
+                    rows, token, mask, position, going = (x[order] for x in (rows, token, mask, position, going))
+                    cache.batch_select_indices(order)
+            position = position + 1
+            seen = mask[..., : longest + t + 1]
+            logits = model(token[:, None], attention_mask=seen, position_ids=position, **forward).logits[:, -1]
     return Rollouts(tokens, lengths, logprobs, finished)
 
 
@@ -302,9 +395,9 @@ def decode(tokenizer, rollouts):
 def evaluate(model, tasks, tokenizer, *, samples, slots=512, draw_completions=sample, **how):
     """Sample each task `samples` times and score every completion -> ({domain: result}, [one row a completion]).
 
-    A result holds n (samples a task), counts (right ones, a task: a score of 1), ids, held_out, length (mean tokens),
-    truncated (share cut at max_completion_length) and tokens. `tasks` carry their prompt's token ids (load_prompts);
-    `how` goes to the sampler.
+    A result holds n (samples a task), counts (right ones, a task: a score of 1), majority (of each task's vote, or
+    None), ids, held_out, length (mean tokens), truncated (share cut at max_completion_length) and tokens. `tasks` carry
+    their prompt's token ids (load_prompts); `how` goes to the sampler.
     """
     results, completions, block = {}, [], max(1, slots // samples)
     bar = tqdm(total=len(tasks) * samples, unit="completion", desc="sampling", leave=False, dynamic_ncols=True)
@@ -320,9 +413,12 @@ def evaluate(model, tasks, tokenizer, *, samples, slots=512, draw_completions=sa
             bar.update(len(prompts) * samples)
         owners = [task for task in members for _ in range(samples)]
         scores = verify_batch([(task["verifier"], text, task["answer"]) for task, text in zip(owners, texts)])
+        groups = [slice(i, i + samples) for i in range(0, len(scores), samples)]
+        votes = [majority_vote(task, texts[rows], scores[rows]) for task, rows in zip(members, groups)]
         results[domain] = {
             "n": samples,
-            "counts": [sum(s == 1 for s in scores[i : i + samples]) for i in range(0, len(scores), samples)],
+            "counts": [sum(s == 1 for s in scores[rows]) for rows in groups],
+            "majority": None if None in votes else votes,
             "ids": [task["id"] for task in members],
             "held_out": any(task.get("held_out", False) for task in members),
             "length": sum(lengths) / len(lengths),
@@ -333,6 +429,36 @@ def evaluate(model, tasks, tokenizer, *, samples, slots=512, draw_completions=sa
             completions.append({"domain": domain, "id": task["id"], "completion": text, "score": score})
     bar.close()
     return results, completions
+
+
+def answer_given(verifier, completion, answer):
+    """What a completion answers, as plain text to compare with other completions of the task; None for no answer."""
+    text = strip_thinking(completion)
+    said = text if verifier == "exact" else final_answer(text)
+    if verifier == "choice":
+        _, choices, labels = parse_choice_answer(answer)
+        found = claims(text, choices, labels)
+        said = " ".join(sorted(found[-1][2])) if found else text
+    return " ".join((said or "").split()).casefold() or None
+
+
+def majority_vote(task, completions, scores):
+    """1.0 when the answer that most completions of a task give is right, else 0.0; None where answers cannot be compared.
+
+    Right completions give one answer by the verifier's judgement; wrong ones are told apart by the text of theirs. Who
+    gives none does not vote, and of answers that tie the share that is right counts.
+
+    >>> said = [r"\\boxed{3}", r"\\boxed{4}", r"\\boxed{ 3 }", r"\\boxed{8/2}", "no idea"]
+    >>> majority_vote({"verifier": "math", "answer": "4"}, said, [0, 1, 0, 1, 0])  # 3 and 4 tie, two votes each
+    0.5
+    """
+    if task["verifier"] not in ("math", "number", "choice", "exact"):
+        return None
+    given = (answer_given(task["verifier"], text, task["answer"]) for text in completions)
+    votes = Counter(True if score == 1 else said for said, score in zip(given, scores))
+    del votes[None]
+    top = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return (True in top) / len(top) if top else 0.0
 
 
 def pass_at_k(n, c, k):
@@ -355,14 +481,21 @@ def score(result, k=1):
     return 100 * sum(pass_at_k(result["n"], c, k) for c in result["counts"]) / len(result["counts"])
 
 
+# ---------------------------------------------------------------------------------------------------------- cost
+
+
+def own_tokens(cost):
+    """Tokens of one run: sampled, scored and trained on."""
+    return sum(cost.get(key, 0) for key in ("tokens_sampled", "tokens_scored", "teacher_tokens", "tokens_trained"))
+
+
 def own_flops(cost):
     """Compute of one run: 2N FLOPs a token sampled or scored, 6N a token trained on (arXiv 2001.08361), N parameters.
 
     >>> own_flops({"parameters": 10, "tokens_sampled": 3, "tokens_trained": 5})
     360
     """
-    forward = sum(cost.get(key, 0) for key in ("tokens_sampled", "tokens_scored", "teacher_tokens"))
-    return cost.get("parameters", 0) * (2 * forward + 6 * cost.get("tokens_trained", 0))
+    return cost.get("parameters", 0) * (2 * own_tokens(cost) + 4 * cost.get("tokens_trained", 0))
 
 
 def own_seconds(cost):
@@ -370,86 +503,376 @@ def own_seconds(cost):
     return sum(value for phase, value in cost.get("seconds", {}).items() if phase not in ("eval", "total"))
 
 
+def fusion(cost, measure):
+    """`measure` of a run and of the evaluation that chose it among others (--chosen_by)."""
+    return measure(cost) + measure(cost.get("chosen_by", {}))
+
+
 def end_to_end(cost, measure):
     """`measure` of a run and of all that it reused: the experts of a merge or of a distillation."""
-    return measure(cost) + sum(end_to_end(reused or {}, measure) for reused in cost.get("reused", {}).values())
+    return fusion(cost, measure) + sum(end_to_end(reused or {}, measure) for reused in cost.get("reused", {}).values())
 
 
-def markdown(header, rows):
-    """A Markdown table; numbers get one decimal, None an empty cell."""
-    cells = [["" if c is None else f"{c:.1f}" if isinstance(c, float) else str(c) for c in row] for row in rows]
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *cells]
+def choice_cost(folder, parameters):
+    """The cost of an evaluation as cost.json would hold it, from its folder: all that its models sampled."""
+    models = json.loads((Path(folder) / "eval.json").read_text())["models"].values()
+    tokens = sum(domain["tokens"] for model in models for domain in model["domains"].values())
+    seconds = {"sample": sum(model["seconds"] for model in models)}
+    return {"parameters": parameters, "tokens_sampled": tokens, "seconds": seconds}
+
+
+# ----------------------------------------------------------------------------------------------------- intervals
+
+
+@lru_cache(maxsize=64)
+def bootstrap_weights(tasks, stream, resamples=2000):
+    """(1 + resamples, tasks): how often each task counts, first in the data, then in samples drawn with replacement."""
+    drawn = np.random.default_rng([tasks, stream]).multinomial(tasks, np.full(tasks, 1 / tasks), resamples)
+    return np.concatenate([np.ones((1, tasks)), drawn])
+
+
+def estimates(models, k=1):
+    """{model: {domain: (1 + R,)}}: mean pass@k over the tasks in points, then R bootstrap replicates of it.
+
+    A replicate draws the tasks of a domain anew, the same ones for every model and every k, so the difference of two
+    entries is paired; the domains' mean, "average" (or "held-out"), is stratified. What is computed from entries keeps
+    the form: the estimate, then its replicates. k may be "majority": majority_vote, for the domains that have one.
+    """
+    found, groups = {name: {} for name in models}, {"average": [], "held-out": []}
+    for stream, (domain, first) in enumerate(next(iter(models.values()))["domains"].items()):
+        results = {name: model["domains"][domain] for name, model in models.items() if domain in model["domains"]}
+        shared = set.intersection(*(set(result["ids"]) for result in results.values()))  # less if prompts were too long
+        if not shared or k == "majority" and any(result.get(k) is None for result in results.values()):
+            continue
+        groups["held-out" if first["held_out"] else "average"].append(domain)
+        for name, result in results.items():
+            values = result[k] if k == "majority" else [pass_at_k(result["n"], c, k) for c in result["counts"]]
+            values = np.array([value for task, value in zip(result["ids"], values) if task in shared])
+            found[name][domain] = 100 * bootstrap_weights(len(values), stream) @ values / len(values)
+    for row in found.values():
+        for group, domains in groups.items():
+            if domains and all(domain in row for domain in domains):
+                row[group] = sum(row[domain] for domain in domains) / len(domains)
+    return found
+
+
+def interval(x):
+    """Bounds of the 95 % percentile interval of an estimate and its replicates."""
+    return np.percentile(x[1:], [2.5, 97.5], axis=0)
+
+
+def p_value(x):
+    """Two-sided bootstrap p of a difference: twice the share of its replicates beyond 0, at least 2/(R + 1)."""
+    return min(1.0, 2 * (1 + min((x[1:] <= 0).sum(), (x[1:] >= 0).sum())) / len(x))
+
+
+def minus(row, other):
+    """Entry by entry, where both have one."""
+    return {column: row[column] - other[column] for column in row if column in other}
+
+
+def share_kept(row, base, expert):
+    """(model - base)/(expert - base) in percent; n/a where the expert's own gain does not stand out of the noise."""
+    return {
+        column: 100 * (row[column] - base[column]) / gain if interval(gain)[0] > 0 else "n/a"
+        for column, gain in minus(expert, base).items()
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- tables
+
+
+def level(x):
+    return f"{x[0]:.1f} ± {np.ptp(interval(x)) / 2:.1f}"
+
+
+def change(x, sign="+"):
+    cells = [f"{round(value, 1) + 0.0:{sign}.1f}" for value in (x[0], *interval(x))]  # + 0.0: no -0.0
+    return f"{cells[0]} [{cells[1]}, {cells[2]}]"
+
+
+def markdown(rows, columns, show=str):
+    """A Markdown table of {row: {column: cell}}; cells that are no text yet are written by `show`."""
+    lines = [["model", *columns], ["---"] + ["---:"] * len(columns)]
+    for name, row in rows.items():
+        cells = [row.get(column) for column in columns]
+        lines.append([name, *("" if c is None else c if isinstance(c, str) else show(c) for c in cells)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def with_own_expert(models, trained):
-    """`models`, and behind the experts the row "own expert": each domain's expert on its domain, at the cost of all."""
-    experts = [domain for domain in trained if domain in models]
-    if not experts:
-        return models
+def paradigm(name):
+    """merge, mix or mopd for a model whose name starts so, else None."""
+    return next((start for start in PAPER_COSTS if name.startswith(start)), None)
+
+
+def roles(models):
+    """Who is what -> (models, domains trained on, domains held out, fused models).
+
+    `models` gets a row "own expert" behind the experts: each domain's expert on its domain, at the cost of all.
+    """
+    base = next(iter(models))
+    domains = models[base]["domains"]
+    trained = [domain for domain in domains if not domains[domain]["held_out"]]
+    experts = {domain: models[domain] for domain in trained if domain in models}
+    fused = {name: model for name, model in models.items() if name not in (base, "own expert", *experts)}
     own = {
-        "domains": {domain: models[domain]["domains"][domain] for domain in experts},
-        "cost": {"reused": {domain: models[domain]["cost"] for domain in experts}},
+        "domains": {domain: expert["domains"][domain] for domain, expert in experts.items()},
+        "cost": {"reused": {domain: expert["cost"] for domain, expert in experts.items()}},
     }
-    rows = list(models.items())
-    place = 1 + max(list(models).index(domain) for domain in experts)
-    return dict(rows[:place] + [("own expert", own)] + rows[place:])
+    models = {base: models[base], **experts, **({"own expert": own} if experts else {}), **fused}
+    return models, trained, [domain for domain in domains if domain not in trained], list(fused)
+
+
+def cost_rows(models):
+    """({model: {column: cell}}, the model that is the unit): what each run took by itself and with all it reused."""
+    unit = next((name for name in models if paradigm(name) == "merge"), "own expert")
+    rows = {name: {"paper": PAPER_COSTS.get(paradigm(name))} for name, model in models.items() if model["cost"]}
+    for label, measure, size in (("M tokens", own_tokens, 1e6), ("TFLOPs", own_flops, 1e12), ("s", own_seconds, 1)):
+        whole = end_to_end(models[unit]["cost"], measure) if unit in rows else 0
+        for name, row in rows.items():
+            own, total = fusion(models[name]["cost"], measure), end_to_end(models[name]["cost"], measure)
+            row |= {label: f"{own / size:.3g}", f"all {label}": f"{total / size:.3g}"}
+            row[f"relative {label}"] = f"{total / whole:.2f}" if whole else None
+    return rows, unit
+
+
+def pair_rows(avg, names):
+    """Of every two models the paired difference of their averages, its p, and the domains in which they differ."""
+    rows = {}
+    for left, right in itertools.combinations(names, 2):
+        gap = minus(avg[right], avg[left])
+        average, _ = gap.pop("average"), gap.pop("held-out", None)
+        apart = ", ".join(f"{domain} {x[0]:+.1f}" for domain, x in gap.items() if p_value(x) < 0.05)
+        rows[f"{right} - {left}"] = {"average": change(average), "p": f"{p_value(average):.3f}", "p < 0.05 in": apart}
+    return rows
+
+
+def guideline(models, avg, fused):
+    """The paper's three questions, each answered by the best value, or the lowest price of those not told from it."""
+    best = {paradigm(name): name for name in sorted(fused, key=lambda name: avg[name]["average"][0])}
+    rivals = [name for start, name in best.items() if start]
+    if len(rivals) < 2:
+        return "It takes models of two paradigms, named merge..., mix... or mopd..."
+    own, whole = ({name: price(models[name]["cost"], own_flops) for name in rivals} for price in (fusion, end_to_end))
+    average = {name: avg[name]["average"] for name in rivals}
+    questions = {
+        "(a) The experts exist: average, and cost without them": (average, own),
+        "(b) One model from scratch: average, and cost from end to end": (average, whole),
+    }
+    if "average" in avg.get("own expert", {}):
+        lost = {name: minus(avg[name], avg["own expert"]) for name in rivals}
+        worst = {name: np.min([x for d, x in row.items() if d != "average"], axis=0) for name, row in lost.items()}
+        questions["(c) Keep each domain's gain: the worst difference to an expert"] = (worst, whole)
+    lines = []
+    for question, (values, prices) in questions.items():
+        first, *others = sorted(rivals, key=lambda name: -values[name][0])  # noqa: B023
+        gaps = {name: values[first] - values[name] for name in others}
+        tied = [name for name, gap in gaps.items() if interval(gap)[0] <= 0]
+        ahead = [f"{change(gap)} over {name}" + " (not distinguishable)" * (name in tied) for name, gap in gaps.items()]
+        spent = ", ".join(f"{name} {price / 1e12:.3g}" for name, price in prices.items())
+        choice = min([first, *tied], key=prices.get)
+        lines.append(
+            f"- {question}: **{choice}**. {first} {values[first][0]:.1f}, {', '.join(ahead)}; TFLOPs: {spent}."
+        )
+    return "\n".join(lines)
+
+
+def level_sections(settings, models, avg):
+    """(title, note, rows, columns, how a cell is written) of the tables about each model by itself."""
+    n, (_, trained, held_out, _) = settings["k"], roles(models)
+    cover, votes = estimates(models, n), estimates(models, "majority")
+    costs, unit = cost_rows(models)
+    scores = {name: {**avg[name], f"pass@{n}": cover[name].get("average"), **costs.get(name, {})} for name in models}
+    lengths = {
+        name: {domain: f"{r['length']:.1f} ({r['truncated']:.1%})" for domain, r in model["domains"].items()}
+        for name, model in models.items()
+    }
+    bill = [f"{which}{kind}" for which in ("", "all ", "relative ") for kind in ("M tokens", "TFLOPs", "s")]
+    columns = [*trained, "average", *held_out, "held-out"]
+    return [
+        (f"Scores: avg@{n}, in points", f"{n} completions a task at temperature {settings['temperature']}, top-p "
+         f"{settings['top_p']}, top-k {settings['top_k']}, seed {settings['seed']}. ± is half of the 95 % bootstrap interval "
+         "over tasks. Averages leave held-out domains out. Costs: see below.", scores,
+         [*trained, "average", "held-out", f"pass@{n}", "relative TFLOPs", "relative s"], level),
+        (f"Coverage: pass@{n}, in points", "", cover, columns, level),
+        (f"Majority vote: maj@{n}, in points", "All right answers are one to the verifier, wrong ones are told apart by "
+         "their text, a tie counts by its share of right ones.", votes, columns, level),
+        ("Completion length in tokens (share cut off)", "", lengths, columns, str),
+        ("Cost" + f", relative to {unit}" * (unit in costs), "FLOPs: 6N a token trained on, 2N a token sampled or scored, N parameters. A run's "
+         "own cost holds the evaluation that chose it (--chosen_by) and no other; all: the experts it reused as well. "
+         "paper: GPU hours of arXiv 2608.27409.", costs, [*bill, "paper"], str),
+    ]  # fmt: skip
+
+
+def difference_sections(settings, models, avg):
+    """The same of the tables that compare models, task by task."""
+    base, n, (_, trained, held_out, fused) = next(iter(models)), settings["k"], roles(models)
+    gains = {name: minus(avg[name], avg[base]) for name in models if name != base}
+    transfer = {name: gains.pop(name) for name in trained if name in gains}
+    by_k = {f"pass@{k}": estimates(models, k) for k in sorted({2**i for i in range(n.bit_length())} | {n})}
+    coverage = {
+        name: {column: found[name]["average"] - found[base]["average"] for column, found in by_k.items()}
+        for name in gains
+        if "average" in avg[name]
+    }
+    own = avg.get("own expert", {})
+    lost = {name: minus(avg[name], own) for name in fused}
+    kept = {name: share_kept(avg[name], avg[base], own) for name in fused}
+    columns = [*trained, "average", *held_out, "held-out"]
+    pairs = pair_rows(avg, [name for name in ("own expert", *fused) if "average" in avg.get(name, {})])
+    return [
+        ("Difference to the base, in points", "Brackets: 95 % intervals, paired by task. With 0 inside, the models cannot "
+         "be distinguished.", gains, columns, change),
+        ("Coverage gained: difference to the base in average pass@k, in points", "", coverage, list(by_k), change),
+        ("Transfer: the experts' difference to the base, in points", "", transfer, columns, change),
+        ("Difference to the domain's expert, in points", "", lost, columns, change),
+        ("Share of the expert's gain kept, in percent", "n/a: the expert's own gain does not stand out of the noise.",
+         kept, columns, lambda x: change(x, "")),
+        ("Pairs: difference of the averages, in points", "p: paired bootstrap, two-sided, not corrected for the number of "
+         "pairs.", pairs, ["average", "p", "p < 0.05 in"], str),
+    ]  # fmt: skip
 
 
 def report(settings, models):
-    """The tables of eval.md out of nothing but the content of eval.json; the first model is the base."""
-    n, base = settings["k"], next(iter(models))
-    start = models[base]["domains"]
-    trained = [domain for domain in start if not start[domain]["held_out"]]
-    held_out = [domain for domain in start if start[domain]["held_out"]]
-    models = with_own_expert(models, trained)
-    unit = next((name for name in models if name.startswith("merge")), "own expert" if "own expert" in models else None)
+    """The text of eval.md out of nothing but the content of eval.json; the first model is the base."""
+    models, trained, _, fused = roles(models)
+    avg, parts = estimates(models), []
+    for title, note, rows, columns, show in level_sections(settings, models, avg) + difference_sections(
+        settings, models, avg
+    ):
+        if any(rows.values()):
+            columns = [column for column in columns if any(row.get(column) is not None for row in rows.values())]
+            parts += [f"## {title}", note, markdown(rows, columns, show)]
+    fused = [name for name in fused if "average" in avg[name]]
+    if len(fused) > 1:
+        spread = {column: np.ptp([avg[name][column][0] for name in fused]) for column in (*trained, "average")}
+        widest, best = max(trained, key=spread.get), max(fused, key=lambda name: avg[name]["average"][0])
+        parts.insert(0, f"The averages of the fused models lie within {spread['average']:.1f} points, single domains up to "
+            f"{spread[widest]:.1f} apart ({widest}). The best average is {best}'s, {level(avg[best]['average'])}.")  # fmt: skip
+        parts += ["## Guideline: what these numbers favour", "A paradigm is represented by its best average on these tasks. "
+            "Favoured: the best, or the cheapest of those that cannot be distinguished from it.", guideline(models, avg, fused)]  # fmt: skip
+    return "\n\n".join(filter(None, parts)) + "\n"
 
-    def cells(model, domains, cell):
-        results = model["domains"]
-        return [cell(results[domain], start[domain]) if domain in results else None for domain in domains]
 
-    def mean(values):
-        return sum(values) / len(values) if values and None not in values else None
+# ------------------------------------------------------------------------------------------------------ pictures
 
-    def relative_cost(name, measure):
-        whole = end_to_end(models[unit]["cost"], measure) if unit and models[name]["cost"] else 0
-        return f"{end_to_end(models[name]['cost'], measure) / whole:.2f}" if whole else None
 
-    scores, coverage, gains, kept = [], [], [], []
-    for name, model in models.items():
-        avg, rest = (cells(model, domains, lambda now, _: score(now)) for domains in (trained, held_out))
-        cover = cells(model, trained + held_out, lambda now, _: score(now, n))
-        costs = [relative_cost(name, own_flops), relative_cost(name, own_seconds)]
-        scores.append([name, *avg, mean(avg), mean(rest), mean(cover[: len(trained)]), *costs])
-        coverage.append([name, *cover])
-        if name != base:
-            avg, rest = (cells(model, ds, lambda now, was: score(now) - score(was)) for ds in (trained, held_out))
-            gains.append([name, *avg, mean(avg), *rest, mean(rest)])
-        if name not in (base, "own expert", *trained):
-            row = [name]
-            for domain in (d for d in trained if d in models):
-                first, mine, own = (score(m["domains"][domain]) for m in (models[base], model, models[domain]))
-                # Below a point of gain the share is noise over noise.
-                row.append(
-                    f"{mine - own:+.1f}"
-                    + (f" ({100 * (mine - first) / (own - first):.0f} %)" if own - first > 1 else "")
-                )
-            kept.append(row)
+def looks(names):
+    """{model: colour and line}: base and experts grey, a colour a paradigm, its further models lighter and dashed.
 
-    draws = f"temperature {settings['temperature']}, top-p {settings['top_p']}, top-k {settings['top_k']}, seed {settings['seed']}"
-    note = f"{n} completions a task at {draws}. Average and pass@{n}: over the domains that are not held out."
-    note += f" Cost: training from end to end, experts included, relative to `{unit}`." if unit else ""
-    header = ["model", *trained, "average", "held-out", f"pass@{n}", "cost (FLOPs)", "cost (s)"]
-    text = [f"## Scores: avg@{n}, in points", note, markdown(header, scores)]
-    text += [f"## Coverage: pass@{n}, in points", markdown(["model", *trained, *held_out], coverage)]
-    if gains:
-        header = ["model", *trained, "average", *held_out, "held-out"]
-        text += ["## Difference to the base, in points", markdown(header, gains)]
-    if kept and len(kept[0]) > 1:
-        header = ["model", *(domain for domain in trained if domain in models)]
-        text += ["## Difference to the domain's expert, in points (share of its gain kept)", markdown(header, kept)]
-    return "\n\n".join(text) + "\n"
+    The colours are Okabe and Ito's, which colour-blind readers can tell apart.
+    """
+    palette = iter(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"] * len(names))
+    colours, members, found = {names[0]: "#AAAAAA", "own expert": "#333333"}, Counter(), {}
+    for name in names:
+        family = name if name in colours else paradigm(name) or name
+        colours[family] = colours.get(family) or next(palette)
+        shade, line = 0.72 ** members[family], ("-", "--", "-.", ":")[members[family] % 4]
+        rgb = [1 - shade * (1 - int(colours[family][i : i + 2], 16) / 255) for i in (1, 3, 5)]
+        found[name], members[family] = {"color": rgb, "linestyle": line}, members[family] + 1
+    return found
+
+
+def new_figure(rows, columns, width, height):
+    """A matplotlib figure and its (rows, columns) panels."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for panel in panels.flat:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#E5E5E5")
+        panel.set_axisbelow(True)
+    return figure, panels
+
+
+def finish(figure):
+    """One legend for all panels; a panel in which nothing is drawn goes."""
+    handles = {}
+    for panel in figure.axes:
+        handles |= dict(reversed(pair) for pair in zip(*panel.get_legend_handles_labels()))
+        panel.set_visible(panel.has_data())
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(6, len(handles)), frameon=False)
+    return figure
+
+
+def coverage_figure(models):
+    """pass@k against k with its 95 % band: a panel a domain, a line a model."""
+    models, trained, held_out, _ = roles(models)
+    domains, names = trained + held_out, [name for name in models if name not in trained]
+    n = min(result["n"] for result in models[names[0]]["domains"].values())
+    curves, ks = [estimates(models, k) for k in range(1, n + 1)], range(1, n + 1)
+    columns = min(3 if len(domains) % 3 == 0 else 4, len(domains))
+    figure, panels = new_figure(-(-len(domains) // columns), columns, 3.4, 2.8)
+    for panel, domain in zip(panels.flat, domains):
+        for name, look in looks(names).items():
+            if domain in curves[0][name]:
+                points = np.stack([curve[name][domain] for curve in curves], -1)  # (1 + R, n)
+                panel.plot(ks, points[0], label=name, **look)
+                if len(names) < 8:  # bands of many models would hide each other
+                    panel.fill_between(ks, *interval(points), color=look["color"], alpha=0.12, linewidth=0)
+        ticks = [k for k in ks if k & (k - 1) == 0]
+        panel.set_xscale("log", base=2)
+        panel.set(title=domain + " (held out)" * (domain in held_out), xlabel="k", xticks=ticks, xticklabels=ticks)
+    for row in panels:
+        row[0].set_ylabel("pass@k, in points")
+    return finish(figure)
+
+
+def scores_figure(models):
+    """avg@n with 95 % intervals: a group of bars a domain, a bar a model."""
+    models, trained, held_out, _ = roles(models)
+    avg, names = estimates(models), [name for name in models if name not in trained]
+    groups, width = [*trained, *["average"] * bool(trained), *held_out], 0.85 / len(names)
+    figure, panels = new_figure(1, 1, min(14, 2 + 0.2 * len(groups) * len(names)), 3.6)
+    for i, (name, look) in enumerate(looks(names).items()):
+        here = [place for place, group in enumerate(groups) if group in avg[name]]
+        bars = np.array([[avg[name][groups[place]][0], *interval(avg[name][groups[place]])] for place in here]).T
+        places = np.array(here) + (i - (len(names) - 1) / 2) * width
+        panels[0, 0].bar(places, bars[0], 0.9 * width, color=look["color"], label=name)
+        panels[0, 0].errorbar(places, bars[0], abs(bars[1:] - bars[0]), fmt="none", ecolor="#000000", elinewidth=0.8)
+    labels = [group + "\n(held out)" * (group in held_out) for group in groups]
+    panels[0, 0].set(xticks=range(len(groups)), xticklabels=labels, ylabel="avg@n, in points", xmargin=0.02)
+    return finish(figure)
+
+
+def training_figure(models):
+    """Of each domain the reward against steps and against its prompts seen, and its share of the prompts."""
+    models, trained, _, _ = roles(models)
+    figure, panels = new_figure(3, len(trained), 3.4, 2.3)
+    for column, domain in enumerate(trained):
+        for name, look in looks([name for name in models if name not in trained]).items():
+            curves = models.get(domain if name == "own expert" else name, {}).get("curves", {})
+            if f"reward/{domain}" in curves:
+                reward, share = curves[f"reward/{domain}"], curves.get(f"proportion/{domain}")
+                seen = np.cumsum([part or 0 for part in share or [1] * len(reward)]) * curves["prompts_per_step"]
+                lines = ((curves["step"], reward), (seen, reward), (curves["step"], share or []))
+                for panel, (x, y) in zip(panels[:, column], lines):
+                    points = np.array([point for point in zip(x, y) if point[1] is not None])
+                    window = max(1, len(points) // 10)
+                    if len(points):
+                        mean = np.convolve(points[:, 1], np.ones(window) / window, "valid")
+                        panel.plot(points[window - 1 :, 0], mean, label=name, **look)
+        for panel, label in zip(panels[:, column], ("step", f"{domain} prompts seen", "step")):
+            panel.set(xlabel=label)
+        panels[0, column].set_title(domain)
+        panels[2, column].set_ylim(bottom=0)
+    for row, label in zip(panels, ("reward, running mean", "reward, running mean", "share of the prompts")):
+        row[0].set_ylabel(label)
+    return finish(figure)
+
+
+def draw_pictures(models, out):
+    """coverage.png, scores.png and training.png from the content of eval.json, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(
+            "No pictures: pip install matplotlib and call again (nothing is sampled twice); the tables hold the numbers"
+        )
+        return
+    coverage_figure(models).savefig(out / "coverage.png", dpi=150)
+    scores_figure(models).savefig(out / "scores.png", dpi=150)
+    if any(model.get("curves") for model in models.values()):
+        training_figure(models).savefig(out / "training.png", dpi=150)
 
 
 # --------------------------------------------------------------------------------------------------- run folder
@@ -490,12 +913,30 @@ def run_cost(folder):
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def training_curves(folder):
+    """What training.png shows of the run that made a model, {} where there is none."""
+    path = Path(folder) / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not rows:
+        return {}
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(("step", "reward/", "proportion/")))
+    prompts = json.loads((Path(folder) / "args.json").read_text())["prompts_per_step"]
+    return {"prompts_per_step": prompts, **{name: [row.get(name) for row in rows] for name in names}}
+
+
 def main():
     args = parse_args(Args, __doc__)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     folders = {name: model_folder(path) for name, _, path in (model.partition("=") for model in args.models)}
+    try:
+        for spec in args.tasks:  # a wrong one is found before a model is loaded
+            load_tasks(spec, data_dir=args.data_dir or None)
+    except TaskError as error:
+        stop(error)
     (out := Path(args.out)).joinpath("models").mkdir(parents=True, exist_ok=True)
-    settings = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("models", "out", "slots", "device")}
+    apart = ("models", "chosen_by", "out", "slots", "device")  # what does not change a completion
+    settings = {name: value for name, value in dataclasses.asdict(args).items() if name not in apart}
+    chosen_by = dict(pair.split("=", 1) for pair in args.chosen_by)
     models, completions = {}, []
     for name, folder in tqdm(folders.items(), unit="model", dynamic_ncols=True):
         # A model is sampled once: it is read again while settings, folder and weights are the same as they were.
@@ -522,13 +963,19 @@ def main():
             write_json(part, saved)
             scores = "  ".join(f"{domain} {score(result):.1f}" for domain, result in domains.items())
             tqdm.write(f"{name}: {scores}  ({seconds['eval']:.0f} s)")
-        models[name] = {"domains": saved["domains"], "cost": run_cost(folder), "seconds": saved["seconds"]}
+        cost = run_cost(folder)
+        if name in chosen_by:
+            cost["chosen_by"] = choice_cost(chosen_by[name], cost.get("parameters", 0))
+        models[name] = {"domains": saved["domains"], "cost": cost, "seconds": saved["seconds"]}
+        models[name]["curves"] = training_curves(folder)
         completions += [{"model": name, **row} for row in saved["samples"]]
-    settings["models"] = args.models
+    settings |= {"models": args.models, "chosen_by": args.chosen_by}
     write_json(out / "eval.json", {"settings": settings, "models": models})
     (out / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in completions))
     (out / "eval.md").write_text(text := report(settings, models))
-    print(f"\n{text}\nWritten to {out}: eval.md, eval.json (every count) and samples.jsonl (read some)")
+    if len(models) > 1:
+        draw_pictures(models, out)
+    print(f"\n{text}\nWritten to {out}: eval.md, eval.json (every count), samples.jsonl (read some), *.png")
 
 
 if __name__ == "__main__":

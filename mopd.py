@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoTokenizer, Cache
+from transformers.cache_utils import DynamicLayer
 from transformers.hf_argparser import HfArg
 
 from eval import (
@@ -125,6 +126,50 @@ class Rollouts(NamedTuple):
     finished: torch.Tensor  # (B,) bool: ended by itself, not cut at max_completion_length
 
 
+def custom_mask_fits(model):
+    """Whether every layer attends to all before it and takes a (b, 1, queries, keys) mask as it is.
+
+    Sliding windows and recurrent layers do not; models that know no such mask (flash attention) do not either.
+    """
+    config = model.config.get_text_config(decoder=True)
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    known = config._attn_implementation in ("sdpa", "eager") and not getattr(config, "sliding_window", None)
+    return known and layers == {"full_attention"}
+
+
+class Slots(DynamicLayer):
+    """One layer's keys and values, (slots, heads, room, size) each: a token writes one column, and nothing else moves.
+
+    transformers' own DynamicLayer copies all it holds for every token (torch.cat), which was half the time of a step
+    with 128 rows of the tiny model.
+    """
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Append columns -> views of the filled part. `keys` and `values` always are these views."""
+        new, start = (key_states, value_states), self.get_seq_length()
+        rows, end = len(key_states), start + key_states.shape[-2]
+        if not self.is_initialized or end > self.buffers[0].shape[-2]:  # make room for these and 64 tokens more
+            old = (self.keys, self.values)
+            self.buffers = [part.new_empty(rows, part.shape[1], end + 64, part.shape[-1]) for part in new]
+            for buffer, part in zip(self.buffers, old if start else ()):
+                buffer[:, :, :start] = part
+            self.is_initialized = True
+        for buffer, part in zip(self.buffers, new):
+            buffer[:rows, :, start:end] = part
+        self.keys, self.values = (buffer[:rows, :, :end] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices):
+        """Row i becomes what row indices[i] was; rows that stay where they are, are not copied."""
+        if len(indices) > len(self.keys):  # a prompt's KV, once a sample; the next token brings the room
+            self.buffers = self.keys, self.values = self.keys[indices], self.values[indices]
+            return
+        moved = (indices != torch.arange(len(indices), device=indices.device)).nonzero().squeeze(-1)
+        for part in (self.keys, self.values):
+            part[moved] = part[indices[moved]]
+        self.keys, self.values = self.keys[: len(indices)], self.values[: len(indices)]
+
+
 def draw(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
     """One token a row by inverting the CDF: the first token whose cumulative probability passes the row's uniform.
 
@@ -132,23 +177,43 @@ def draw(logits, uniforms, temperature=1.0, top_p=1.0, top_k=0):
     """
     if temperature == 0:  # all the mass is on one token, whose log-probability is 0
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    logits = logits / temperature
+    V = logits.shape[-1]
+    logits = logits if temperature == 1 else logits / temperature
     if top_k:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        kth = logits.topk(min(top_k, V)).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p < 1:  # keep the smallest set of tokens whose mass reaches top_p
-        ordered, index = logits.sort(descending=True)
-        mass = ordered.softmax(-1)
+        for size in (1024, V):  # the most likely 1,024 nearly always hold it, and sorting all takes ten times as long
+            ordered, index = logits.topk(min(size, V))
+            mass = (ordered - logits.logsumexp(-1, keepdim=True)).exp()
+            if (mass.sum(-1) >= top_p).all():
+                break
         dropped = mass.cumsum(-1) - mass >= top_p
         dropped[:, 0] = False
-        logits = logits.masked_fill(dropped.scatter(-1, index, dropped), -math.inf)
-    weights = (logits - logits.max(-1, keepdim=True).values).exp()  # (b, V), softmax before it is normalised
-    cdf = weights.cumsum(-1)
-    total = cdf[:, -1:].clone()
-    tokens = torch.searchsorted(cdf, (uniforms.to(cdf)[:, None] * total), right=True)
-    # Rounding can carry u * total up to total itself; the last token that still adds mass is then the right one.
-    tokens = torch.minimum(tokens, torch.searchsorted(cdf, total)).squeeze(-1)
-    return tokens, (weights.gather(-1, tokens[:, None]) / total).log().squeeze(-1)
+        logits = torch.full_like(logits, -math.inf).scatter(-1, index, ordered.masked_fill(dropped, -math.inf))
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()  # (b, V), softmax before it is normalised
+    # The CDF in two levels, over blocks of 256 tokens and within one: a third of the time of one cumsum over V.
+    blocks = F.pad(weights, (0, -V % 256)).view(len(weights), -1, 256)
+    block_mass = blocks.sum(-1).to(uniforms)  # (b, V/256)
+    block, target = first_above(block_mass, uniforms * block_mass.sum(-1))
+    inside = blocks[torch.arange(len(blocks), device=block.device), block].to(uniforms)  # (b, 256)
+    token, _ = first_above(inside, target)
+    logprobs = (inside.gather(-1, token[:, None]).squeeze(-1) / block_mass.sum(-1)).log()
+    return block * 256 + token, logprobs.float()
+
+
+def first_above(mass, target):
+    """First place where the running sum of mass (b, n) exceeds target (b,) -> places (b,), target less what is before.
+
+    >>> first_above(torch.tensor([[0.5, 0.0, 1.0, 0.0]]), torch.tensor([0.75]))
+    (tensor([2]), tensor([0.2500]))
+    """
+    cdf = mass.cumsum(-1)
+    place = torch.searchsorted(cdf, target[:, None], right=True)
+    # Rounding can carry the target up to the total itself; the last place that still adds mass is then the right one.
+    place = torch.minimum(place, torch.searchsorted(cdf, cdf[:, -1:].clone()))
+    before = (cdf - mass).gather(-1, place).squeeze(-1)
+    return place.squeeze(-1), target - before
 
 
 @torch.no_grad()
@@ -159,9 +224,10 @@ def sample(
     """Sample num_generations completions of each prompt (a list of token ids) -> Rollouts.
 
     What makes it faster than model.generate: a prompt goes through the model once and its KV is expanded to the group,
-    rows leave the batch as soon as they end, and only the last position goes through the lm_head. Row r draws its t-th
-    token with the t-th uniform of the generator (seed, first_row + r), so a completion depends neither on `slots`
-    (rows side by side, None: all) nor on who shares the batch, up to floating point.
+    rows leave the batch as soon as they end, the KV stays where it is (Slots), and only the last position goes through
+    the lm_head. Row r draws its t-th token with the t-th uniform of the generator (seed, first_row + r), so a
+    completion depends neither on `slots` (rows side by side, None: all) nor on who shares the batch, up to floating
+    point.
     """
     B, device = len(prompts) * num_generations, model.device
     caps = torch.as_tensor(max_completion_length).expand(B)  # an int, or one per row
@@ -181,25 +247,37 @@ def sample(
         batch = prompts[start // num_generations :][: int(owner[-1]) + 1]
         longest = max(map(len, batch))
         ids = torch.tensor([[pad_id] * (longest - len(p)) + p for p in batch], device=device)  # padded on the left
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch], device=device)
-        position = (mask.cumsum(-1) - 1).clamp(min=0)
-        cache = DynamicCache(config=model.config)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * (len(p) + T) for p in batch], device=device)
+        position = (mask[:, :longest].cumsum(-1) - 1).clamp(min=0)
+        cache = Cache(layer_class_to_replicate=Slots)
         forward = dict(cache=cache, use_cache=True, logits_to_keep=1)
-        logits = model(ids, attention_mask=mask, position_ids=position, **forward).logits[:, -1]
+        logits = model(ids, attention_mask=mask[:, :longest], position_ids=position, **forward).logits[:, -1]
         cache.batch_select_indices(owner)  # prefilled once a prompt, now one copy a sample
         logits, mask, position = logits[owner], mask[owner], position[owner, -1:]
+        if custom_mask_fits(
+            model
+        ):  # a mask that is ready for use saves its making at each token: a tenth of a tiny step
+            mask = mask.bool()[:, None, None]
+        going = torch.ones(len(rows), dtype=torch.bool, device=device)
         for t in range(T):
             token, logprob = draw(logits.float(), uniforms[rows, t], temperature, top_p, top_k)
             ended = torch.isin(token, eos)
-            tokens[rows, t], logprobs[rows, t], lengths[rows], finished[rows] = token, logprob, t + 1, ended
-            going = (~ended & (t + 1 < caps[rows])).nonzero().squeeze(-1)
-            if len(going) == 0:
-                break
-            if len(going) < len(rows):  # finished rows leave, and take their KV along
-                rows, token, mask, position = rows[going], token[going], mask[going], position[going]
-                cache.batch_select_indices(going)
-            mask, position = F.pad(mask, (0, 1), value=1), position + 1
-            logits = model(token[:, None], attention_mask=mask, position_ids=position, **forward).logits[:, -1]
+            tokens[rows, t], logprobs[rows, t] = token.where(going, pad_id), logprob * going
+            lengths[rows] += going
+            finished[rows] |= going & ended
+            going &= ~ended & (t + 1 < caps[rows])
+            if device.type == "cpu" or t % 8 == 7 or t + 1 == T:  # to ask a GPU who is left is to wait for it
+                left = int(going.sum())
+                if left == 0:
+                    break
+                if left < len(rows):  # a row that ended gives its slot to one from the end of the batch
+                    order = torch.arange(left, device=device)
+                    order[~going[:left]] = left + going[left:].nonzero().squeeze(-1)
+                    rows, token, mask, position, going = (x[order] for x in (rows, token, mask, position, going))
+                    cache.batch_select_indices(order)
+            position = position + 1
+            seen = mask[..., : longest + t + 1]
+            logits = model(token[:, None], attention_mask=seen, position_ids=position, **forward).logits[:, -1]
     return Rollouts(tokens, lengths, logprobs, finished)
 
 
@@ -257,7 +335,8 @@ def token_logprobs(hidden, lm_head, targets, temperature=1.0, chunk=1024):
     """
 
     def logprobs_of(hidden, targets):
-        logits = lm_head(hidden).float() / temperature  # (chunk, V)
+        logits = lm_head(hidden).float()  # (chunk, V)
+        logits = logits if temperature == 1 else logits / temperature
         return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
     if len(targets) <= chunk:
@@ -266,35 +345,84 @@ def token_logprobs(hidden, lm_head, targets, temperature=1.0, chunk=1024):
     return torch.cat([checkpoint(logprobs_of, h, t, use_reentrant=False) for h, t in pieces])
 
 
-def completion_hidden(model, prompts, tokens, lengths, pad_id):
+def completion_hidden(model, prompts, tokens, lengths, pad_id, counts=None):
     """Hidden states that predict the completion tokens -> (N, H), row by row, N = lengths.sum(); and their mask (b, T).
 
-    prompts: b lists of token ids; tokens (b, T); lengths (b,). Rows are prompt + completion, padded on the right; the
-    position before a completion token predicts it, so only those go on to the lm_head.
+    prompts: lists of token ids, the i-th followed by counts[i] of the rows in tokens (b, T) and lengths (b,), by default
+    one. Each makes one sequence, padded on the right: the prompt, computed once, and behind it its completions, whose
+    positions all start where the prompt ends. A block mask lets a completion see the prompt and itself.
     """
+    counts = counts or [1] * len(prompts)
     device, T = tokens.device, int(lengths.max())
-    starts = torch.tensor([len(p) for p in prompts], device=device)
-    width = int((starts + lengths).max())
-    rows = [p + row[:n].tolist() for p, row, n in zip(prompts, tokens.cpu(), lengths.tolist())]
-    ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows], device=device)  # (b, width)
-    attention_mask = torch.arange(width, device=device) < (starts + lengths)[:, None]
-    hidden = model.base_model(ids, attention_mask=attention_mask.long(), use_cache=False).last_hidden_state
+    completions = iter([row[:n].tolist() for row, n in zip(tokens.cpu(), lengths.tolist())])
+    sequences, positions, blocks, where = [], [], [], []
+    for place, (prompt, count) in enumerate(zip(prompts, counts)):
+        ids, position, block = list(prompt), list(range(len(prompt))), [0] * len(prompt)
+        for number in range(1, count + 1):
+            completion = next(completions)
+            # The position before a token predicts it, and before the first of a completion stands the prompt's last.
+            where += [(place, len(prompt) - 1)] + [(place, len(ids) + t) for t in range(len(completion) - 1)]
+            position += range(len(prompt), len(prompt) + len(completion))
+            block += [number] * len(completion)
+            ids += completion
+        sequences, positions, blocks = [*sequences, ids], [*positions, position], [*blocks, block]
+    width = max(map(len, sequences))
+    fill = ((sequences, pad_id), (positions, 0), (blocks, -1))
+    ids, position, block = (torch.tensor([r + [v] * (width - len(r)) for r in rows], device=device) for rows, v in fill)
+    attention_mask = (block >= 0).long()  # (sequences, width)
+    if max(counts) > 1:  # (sequences, 1, width, width)
+        seen = (block[:, None, :] == 0) | (block[:, None, :] == block[:, :, None])
+        attention_mask = (seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
+    forward = dict(attention_mask=attention_mask, position_ids=position, use_cache=False)
+    hidden = model.base_model(ids, **forward).last_hidden_state
     mask = torch.arange(T, device=device) < lengths[:, None]  # (b, T), from lengths: pad_id may equal the EOS
-    row, t = mask.nonzero(as_tuple=True)
-    return hidden[row, starts[row] - 1 + t], mask
+    place, t = torch.tensor(where, device=device).T
+    return hidden[place, t], mask
+
+
+def pack_groups(model, rows, prompts, lengths, num_generations, budget):
+    """Rows into packs that go through the model as one sequence -> lists of rows, the tokens of each.
+
+    prompts and lengths are by row, and so is the group, row // num_generations. L tokens cost 2*L*weights FLOPs in the
+    layers and 4*L^2*layers*width in attention: a row joins its group's pack where the prompt that is saved outweighs
+    the attention that the block mask hides, as long as the pack stays within `budget` tokens.
+    """
+    config = model.config.get_text_config(decoder=True)
+    weights = (
+        sum(weight.numel() for weight in model.base_model.parameters()) - model.get_input_embeddings().weight.numel()
+    )
+
+    def flops(count):
+        return 2 * count * weights + 4 * count**2 * config.num_hidden_layers * config.hidden_size
+
+    packs, sizes, fits = [], [], custom_mask_fits(model)
+    for row in rows:
+        alone, joined = len(prompts[row]) + lengths[row], math.inf
+        if fits and packs and packs[-1][0] // num_generations == row // num_generations:
+            joined = sizes[-1] + lengths[row]
+        if joined <= budget and flops(joined) - flops(sizes[-1]) < flops(alone):
+            packs[-1].append(row)
+            sizes[-1] = joined
+        else:
+            packs.append([row])
+            sizes.append(alone)
+    return packs, sizes
 
 
 def micro_batches(lengths, budget):
-    """Split rows into lists of indices, sorted by length, each at most `budget` tokens when padded to its longest.
+    """Split sequences into lists of indices, sorted by length, each at most `budget` tokens when padded to its longest.
 
-    >>> micro_batches([5, 1, 2, 4], budget=8)
-    [[1, 2], [3], [0]]
+    None is padded to more than 4/3 of its length: what padding costs soon outweighs another call.
+
+    >>> micro_batches([5, 1, 2, 4, 4], budget=8)
+    [[1], [2], [3, 4], [0]]
     """
     batches = [[]]
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batches[-1] and (len(batches[-1]) + 1) * lengths[row] > budget:
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        batch = batches[-1]
+        if batch and ((len(batch) + 1) * lengths[place] > budget or 3 * lengths[place] > 4 * lengths[batch[0]]):
             batches.append([])
-        batches[-1].append(row)
+        batches[-1].append(place)
     return batches
 
 
@@ -439,7 +567,8 @@ def main():
     # new to mopd: one teacher's weights in memory at a time, whatever the number of teachers
     teachers, resident = teacher_folders(args.teachers, model, tokenizer, pools), None
     teacher = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=args.weight_decay)
+    adamw = dict(lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type != "mps")
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw)
     cost = {"tokens_sampled": 0, "tokens_trained": 0, "tokens_scored": 0, "teacher_tokens": 0, "seconds": {}}
     done, position, before = 0, dict.fromkeys(pools, 0), None
     out, state = Path(args.out), open_run(args, device)
@@ -499,20 +628,24 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * lr_factor(step, args.steps, args.warmup_steps, args.lr_scheduler_type)
         prompt_ids = [task["ids"] for task in owners]
-        totals, kl_sums, gradients = dict.fromkeys(("loss", "gap", "tokens"), 0.0), {}, {}
+        totals, kl_sums, gradients, forwards = dict.fromkeys(("loss", "gap", "tokens"), 0.0), {}, {}, 0
         with timed(seconds, "train", device):
             for domain, rows_of_domain in members.items():
                 if resident != teachers[domain]:
                     load_weights(teacher, teachers[domain])
                     resident = teachers[domain]
-                row_tokens = [len(prompt_ids[row]) + int(rollouts.lengths[row]) for row in rows_of_domain]
-                for index in micro_batches(row_tokens, args.tokens_per_microbatch):
-                    rows = torch.tensor(rows_of_domain, device=device)[index]
-                    which = ([prompt_ids[row] for row in rows], rollouts.tokens[rows], rollouts.lengths[rows], pad_id)
+                shared = (prompt_ids, rollouts.lengths.tolist(), G, args.tokens_per_microbatch)
+                packs, pack_tokens = pack_groups(model, rows_of_domain, *shared)
+                forwards += sum(pack_tokens)
+                for index in micro_batches(pack_tokens, args.tokens_per_microbatch):
+                    chosen = [packs[i] for i in index]
+                    rows = torch.tensor(sum(chosen, []), device=device)  # (b,)
+                    counts, first = list(map(len, chosen)), [prompt_ids[pack[0]] for pack in chosen]
+                    which = (first, rollouts.tokens[rows], rollouts.lengths[rows], pad_id)
                     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                        hidden, mask = completion_hidden(model, *which)  # (N, H), (b, T)
+                        hidden, mask = completion_hidden(model, *which, counts)  # (N, H), (b, T)
                         with torch.no_grad():
-                            teacher_hidden, _ = completion_hidden(teacher, *which)
+                            teacher_hidden, _ = completion_hidden(teacher, *which, counts)
                         heads = model.get_output_embeddings(), teacher.get_output_embeddings()
                         targets, mu = (x[rows, : mask.shape[1]][mask] for x in (rollouts.tokens, rollouts.logprobs))
                         divide = normalizer[rows].expand(mask.shape)[mask]  # (N,)
@@ -554,7 +687,6 @@ def main():
         gap_checked = True
 
         # 4. Write down what happened.
-        forwards = sum(map(len, prompt_ids)) + sampled
         cost["tokens_sampled"] += sampled
         cost["tokens_trained"] += forwards
         cost["teacher_tokens"] += forwards

@@ -95,11 +95,14 @@ for method in $METHODS; do stage "merge-$method" merged "$method"; done
 finish mopd $(printf "merge-%s " $METHODS)
 
 # 3. Everything on the test split.
-models=(base=tiny/base "${teachers[@]}")
-for method in $METHODS; do models+=("merge-$method=$(best "$OUT/choose-$method")"); done
+models=(base=tiny/base "${teachers[@]}") chosen_by=()
+for method in $METHODS; do
+    models+=("merge-$method=$(best "$OUT/choose-$method")")
+    chosen_by+=("merge-$method=$OUT/choose-$method") # choosing costs tokens, too
+done
 models+=("mix=$OUT/mix" "mopd=$OUT/mopd")
 for model in "${models[@]}"; do stage "score-${model%%=*}" scored "$model"; done
 wait
-stage eval scored "${models[@]}"
+stage eval scored "${models[@]}" --chosen_by "${chosen_by[@]}"
 finish eval
 cat "$OUT/eval/eval.md"

@@ -53,6 +53,16 @@ class TaskError(ValueError):
     """A task (file, preset, row or answer) that cannot be used; the message is one line that says what to do."""
 
 
+# What reading a malformed answer of a task raises; each parse_..._answer turns it into a TaskError with the wanted form.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError)
+
+
+def ensure(condition):
+    """An assert that python -O keeps."""
+    if not condition:
+        raise ValueError("a value out of place")
+
+
 class NeedsWorker(Exception):
     """Raised where a check may be slow: the row is sent to a worker process, which has a wall clock."""
 
@@ -66,6 +76,10 @@ IN_WORKER = False  # set in the worker processes
 
 THINK_END = re.compile(r"</(?:think|thinking|reasoning)>")
 THINK_START = re.compile(r"<(?:think|thinking|reasoning)>")
+BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+BARE = re.compile(r"-?(?:[A-Za-z](?!\w)|[\d./]+)")  # \boxed 5, \boxed x; not the word \boxed in a sentence
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a backslash takes the next character with it
+HASH = re.compile(r"####[ \t]*(\S[^\n]*)")  # the answer line of GSM8K
 
 
 def strip_thinking(text):
@@ -74,17 +88,7 @@ def strip_thinking(text):
     >>> strip_thinking("<think>maybe 3</think>4"), strip_thinking("perhaps 3</think>4"), strip_thinking("<think>3")
     ('4', '4', '')
     """
-    ends = list(THINK_END.finditer(text))
-    text = text[ends[-1].end() :] if ends else text
-    start = THINK_START.search(text)
-    return text[: start.start()] if start else text
-
-
-BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-
-
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a backslash takes the next character with it
-BARE = re.compile(r"-?(?:[A-Za-z](?!\w)|[\d./]+)")  # \boxed 5, \boxed x; not the word \boxed in a sentence
+    return THINK_START.split(THINK_END.split(text)[-1], maxsplit=1)[0]
 
 
 def brace_pairs(text):
@@ -98,35 +102,26 @@ def brace_pairs(text):
     return pairs
 
 
-def boxes(text):
-    """(start, end, content) of the boxes in order: \\boxed{...}, \\fbox{...}, \\boxed 5; one that is cut off is none.
+def marked_answers(text):
+    """(start, end, content) of boxes and `####` lines in order, empty ones left out; a box that is cut off is none.
 
-    >>> [content for _, _, content in boxes(r"\\boxed{\\frac{1}{2}} or \\boxed 5, \\boxed{cut")]
+    >>> [content for _, _, content in marked_answers(r"\\boxed{\\frac{1}{2}} or \\boxed 5, \\boxed{cut")]
     ['\\\\frac{1}{2}', '5']
     """
-    found, position = [], 0
+    found, end = [], 0
     pairs = brace_pairs(text) if BOX.search(text) else {}
-    while match := BOX.search(text, position):
-        start = position = match.end()
-        bare = BARE.match(text, start)
-        if start in pairs:
-            position = pairs[start] + 1
-            found.append((match.start(), position, text[start + 1 : position - 1]))
-        elif bare:
-            position = bare.end()
-            found.append((match.start(), position, bare[0].rstrip(".")))
-    return found
-
-
-HASH = re.compile(r"####[ \t]*(\S[^\n]*)")  # the answer line of GSM8K
-
-
-def marked_answers(text):
-    """Contents of boxes and `####` lines after the thinking, as (position, content), empty ones left out, in order."""
-    found = [(start, end, content) for start, end, content in boxes(text) if content.strip()]
+    while match := BOX.search(text, end):
+        end = match.end()
+        if end in pairs:
+            content, end = text[end + 1 : pairs[end]], pairs[end] + 1
+        elif bare := BARE.match(text, end):
+            content, end = bare[0].rstrip("."), bare.end()
+        else:
+            continue
+        found.append((match.start(), end, content))
     lines = [(m.start(), m.end(), m[1]) for m in HASH.finditer(text)]
-    lines = [line for line in lines if not any(line[0] <= box[0] < line[1] for box in found)]
-    return sorted(found + lines)
+    lines = [line for line in lines if not any(line[0] <= start < line[1] for start, _, c in found if c.strip())]
+    return sorted([box for box in found if box[2].strip()] + lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,12 +132,7 @@ def marked_answers(text):
 # equal means that the difference falls with the precision (so e^(pi*sqrt(163)) is no integer). That takes no algebra
 # system, hence no simplification that never ends, and every size is bounded before anything is computed.
 
-MAX_ANSWER, MAX_NESTED, MAX_ITEMS, MAX_BITS = (
-    20_000,
-    60,
-    300,
-    150_000,
-)  # characters, brackets, list items, bits of a number
+MAX_ANSWER, MAX_ITEMS, MAX_BITS = 20_000, 300, 150_000  # characters, items of a list, bits of a number
 
 
 class Unreadable(ValueError):
@@ -157,9 +147,8 @@ def macro(names):
     return rf"\\(?:{names})(?![A-Za-z])"
 
 
-UNICODE = dict(zip("−–—×·⋅∙÷’′＝⩽⩾≦≧˚º\u00a0\u2009\u202f", "---****/''=≤≥≤≥°°   ")) | dict.fromkeys(
-    "\u200b\u200c\u200d\u2060\ufeff\u00ad", ""
-)
+UNICODE = dict(zip("−–—×·⋅∙÷’′＝⩽⩾≦≧˚º\u00a0\u2009\u202f", "---****/''=≤≥≤≥°°   "))
+UNICODE |= dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u00ad", "")  # of no width
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 CLEAN = [  # (pattern, replacement) in order; what LaTeX can say in five ways is said in one afterwards
     (r"(?<=\d)\s*(?:\{\s*,\s*\}|,\s*\\!|\\,|~|\\ )\s*(?=\d{3}(?!\d))", ""),  # 1{,}000  1,\!000  1\,000  1~000
@@ -188,11 +177,10 @@ CLEAN = [  # (pattern, replacement) in order; what LaTeX can say in five ways is
     (r"(?<=[^,]),\s*(?:“?(?:where|for|with)\s*”?)?\s*[a-z]\s*∈.*$", ""),  # n pi, n in Z
 ]  # fmt: skip
 CLEAN = [(re.compile(pattern), replacement) for pattern, replacement in CLEAN]
-# \text{...} and its like: in quotes when it holds a word, dropped otherwise
+# \text{...} and its like: in quotes “...” when it holds a word, dropped otherwise
 WRAPPER = re.compile(
     r"\\(text(?!color)\w*|math(?:rm|bf|it|sf|tt|cal|bb)|mbox|hbox|operatorname\*?|boxed|fbox|underline|boldsymbol|bm|emph)\s*\{"
 )
-MATRIX = re.compile(r"^\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}$", re.DOTALL)
 EDGES = re.compile(r"^(?:[\s,;:*`]|\.(?!\d))+|[\s.,;:*`]+$")  # around an answer in a sentence or in Markdown
 
 
@@ -204,19 +192,17 @@ def unicode_to_tex(text):
     text = "".join(UNICODE.get(c, c) for c in text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda m: "^{" + m[0].translate(SUPERSCRIPTS) + "}", text)
     text = re.sub("[½⅓¼¾⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda m: r"\frac{{{}}}{{{}}}".format(*nfkc(m[0]).split("⁄")), text)
-    text = re.sub("[！-～]", lambda m: nfkc(m[0]), text)
+    text = re.sub("[！-～]", lambda m: nfkc(m[0]), text)  # full width
     return re.sub(r"\d", lambda m: str(unicodedata.digit(m[0], m[0])), text)
 
 
 @lru_cache(maxsize=8192)
 def clean(text):
     """The answer in one spelling; raises Unreadable when it is too long."""
-    text = "\n".join(filter(None, (" ".join(line.split()) for line in text.split("\n"))))
-    if not text.isascii():
-        text = unicode_to_tex(text)
+    text = " ".join(text.split())
     if len(text) > MAX_ANSWER:
         raise Unreadable("too long")
-    text = text.strip(" \n*_`")
+    text = (text if text.isascii() else unicode_to_tex(text)).strip(" *_`")
     if "\\begin" in text:
         text = text.replace(r"\\", "⏎")  # the end of a row
     else:
@@ -226,17 +212,14 @@ def clean(text):
         end = match and brace_pairs(text).get(match.end() - 1)
         if not end:
             break
-        body = text[match.end() : end]
+        name, body = match[1], text[match.end() : end]
         letters = len(re.findall("[A-Za-z]", re.sub(r"\\\w+", "", body)))
-        body = (
-            f" “{body}” "
-            if letters > (match[1][0] == "m")
-            and match[1][:2] in ("te", "mb", "hb", "op")
-            or letters > 1
-            and match[1] == "mathrm"
-            else body
+        quoted = (
+            letters > 0
+            if name.startswith(("text", "hbox", "mbox", "operatorname"))
+            else letters > 1 and name == "mathrm"
         )
-        body = "ℝ" if match[1] == "mathbb" and body == "R" else f" {body} "
+        body = "ℝ" if (name, body) == ("mathbb", "R") else f" “{body}” " if quoted else f" {body} "
         text = text[: match.start()] + body + text[end + 1 :]
     for pattern, replacement in CLEAN:
         text = pattern.sub(replacement, text)
@@ -245,67 +228,62 @@ def clean(text):
 
 def strip_edges(text):
     """Without blanks, punctuation, quotes and braces around it."""
-    before, nested = None, min(len(text) - len(text.lstrip("{")), len(text) - len(text.rstrip("}"))) - 1
-    if nested > 0 and brace_pairs(text).get(nested) == len(text) - nested - 1:  # {{{{5}}}}
-        text = text[nested:-nested]
+    before = None
     while text != before:
         before, text = text, EDGES.sub("", text)
-        if text[:1] == "{" and brace_pairs(text).get(0) == len(text) - 1 or re.fullmatch("“[^”]*”", text):
-            text = text[1:-1]
+        pairs, inner = brace_pairs(text) if text[:1] == "{" else {}, 0
+        while pairs.get(inner) == len(text) - 1 - inner:  # {{5}}
+            inner += 1
+        text = text[inner : len(text) - inner]
+        text = text[1:-1] if re.fullmatch("“[^”]*”", text) else text
     return text
-
-
-OPEN, CLOSE = "([{‹⟨⌊⌈“", ")]}›⟩⌋⌉”"
 
 
 def split_top(text, separator):
     """Parts between matches of the separator outside brackets and quotes, and the separators.
 
-    >>> split_top("1, (2, 3)", re.compile(","))
+    >>> split_top("1, (2, 3)", ",")
     (['1', ' (2, 3)'], [','])
     """
-    levels = [0, *itertools.accumulate((c in OPEN) - (c in CLOSE) for c in text)] if separator.search(text) else []
-    found = [m for m in separator.finditer(text) if levels[m.start()] == 0]
+    if not (found := list(re.finditer(separator, text))):
+        return [text], []
+    levels = [0, *itertools.accumulate((c in "([{‹⟨⌊⌈“") - (c in ")]}›⟩⌋⌉”") for c in text)]
+    found = [m for m in found if levels[m.start()] == 0]
     starts, ends = [0, *(m.end() for m in found)], [*(m.start() for m in found), len(text)]
     return [text[start:end] for start, end in zip(starts, ends)], [m[0] for m in found]
 
 
-# A value is a tuple: ("expr", node)  ("text", words)  ("list", items)  ("set", items)  ("seq", open, close, items)
-# ("matrix", rows)  ("sets", intervals, relation)  ("rel", sign, left, right)  ("name", name, value, equation)
-# ("ratio", items)  ("base", digits, base)  ("%", node)  ("°", node)
+# A value is a tuple: ("expr", node)  ("%", node)  ("°", node)  ("text", words)  ("list", items)  ("set", items)
+# ("seq", open, close, items)  ("matrix", rows)  ("ratio", nodes)  ("base", digits, base)  ("rel", sign, left - right)
+# ("name", name, value, its relation or None)  ("sets", intervals, relation or None), an interval (low, closed, high, closed)
+
+MATRIX = re.compile(r"^\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}$", re.DOTALL)
 # what separates the items of a list: a comma (not that of 1,000), `and`, `or`, also in quotes
-JOIN = re.compile(
-    r"\s*[,;]?\s*(?:“\s*,?\s*(?:and|or)\s*”|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))|\s*,(?!\d{3}(?!\d))|,\s+"
-)
-RELATION = re.compile(r"[=<>≤≥≠]")
-# "The final answer is" before an answer
-LEAD = re.compile(
+JOIN = r"\s*[,;]?\s*(?:“\s*,?\s*(?:and|or)\s*”|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))|\s*,(?!\d{3}(?!\d))|,\s+"
+LEAD = re.compile(  # "The final answer is" before an answer
     r"^[“\s]*(?:(?:so|thus|hence),? )?(?:the |our |my )?(?:final )?(?:answer|result|value|solution)s?\s*(?:is|are)?\s*[:=]?\s*”?\s*(?=\S)",
     re.I,
 )
 MEMBER = re.compile(r"^[A-Za-z]\w*(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?\s*∈\s*")  # x in ...
-BASED = re.compile(r"^([0-9A-Fa-f]+)\s*_\s*\{?\s*“?\s*(\d+|[a-z]+)\s*”?\s*\}?$")
-LABELLED = re.compile(r"^“?\s*\(?([A-J])[).]\s*”?\s*\S")  # (A) 5
-WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+BASED = re.compile(r"^([0-9A-Fa-f]+)\s*_\s*\{?\s*“?\s*(\d+|[a-z]+)\s*”?\s*\}?$")  # 204_5, 2A_{sixteen}
 THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?!\d)")
-SYNONYMS = {
-    "dne": "does not exist",
-    "no solution": "∅",
-    "no solutions": "∅",
-    "empty set": "∅",
-    "all real numbers": "ℝ",
-    "all reals": "ℝ",
-}
+WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+SYNONYMS = {"dne": "does not exist", "no solution": "∅", "no solutions": "∅", "empty set": "∅"}
+SYNONYMS |= {"all real numbers": "ℝ", "all reals": "ℝ"}
 FLIP = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠"}
 
 
+def join_thousands(text):
+    return THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), text)
+
+
 def read_value(text, thousands=True, depth=0):
-    """The structure of a cleaned answer. Raises Unreadable."""
+    """The structure of a cleaned answer, the loosest separator first. Raises Unreadable."""
     if depth > 6:
         raise Unreadable("nested too deep")
     text = strip_edges(text if depth else LEAD.sub("", text))
-    text = THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), text) if thousands else text
-    text = MEMBER.sub("", split_top(text, re.compile("≈"))[0][0])  # an exact value before its rounding
+    text = join_thousands(text) if thousands else text
+    text = MEMBER.sub("", split_top(text, "≈")[0][0])  # an exact value before its rounding
     again = lambda part: read_value(part, thousands, depth + 1)  # noqa: E731
     if not text:
         raise Unreadable("empty")
@@ -315,17 +293,15 @@ def read_value(text, thousands=True, depth=0):
         return ("base", match[1].upper(), str(WORDS.index(match[2])) if match[2] in WORDS else match[2])
     if re.fullmatch(r"\][^∪]*\[", text):  # ]0,1[
         text = f"({text[1:-1]})"
-    parts, _ = split_top(text, re.compile("∪"))
-    if len(parts) > 1:
+    if len(parts := split_top(text, "∪")[0]) > 1:
         return ("sets", merge([interval for part in parts for interval in as_sets(again(part))]), None)
-    parts, _ = split_top(text, re.compile(";"))
-    if len(parts) > 1:  # p=5,q=2;p=7,q=2
+    if len(parts := split_top(text, ";")[0]) > 1:  # p=5,q=2;p=7,q=2
         items = [again(part) for part in parts if part.strip()]
         return ("list", [("seq", "(", ")", [strip_name(v) for v in i[1]]) if i[0] == "list" else i for i in items])
     parts = [part for part in split_top(text, JOIN)[0] if EDGES.sub("", part)]
-    if len(parts) > MAX_ITEMS:
-        raise Unreadable("too many items")
     if len(parts) > 1:
+        if len(parts) > MAX_ITEMS:
+            raise Unreadable("too many items")
         items = [again(part) for part in parts]
         if items[0][0] == "name" and all(item[0] != "name" for item in items[1:]):  # n=1, 2, 3
             items[0] = items[0][2]
@@ -333,24 +309,24 @@ def read_value(text, thousands=True, depth=0):
     if "±" in text:  # x = 1 ± 2
         text = text.split("=", 1)[-1] if text.count("=") == 1 else text
         return ("list", [again(text.translate(str.maketrans("±∓", signs))) for signs in ("+-", "-+")])
-    parts, signs = split_top(text, RELATION)
+    parts, signs = split_top(text, "[=<>≤≥≠]")
     if signs:
         return read_relation([strip_edges(part) for part in parts], signs, again)
-    if text[0] in "([‹⟨" and text[-1] in ")]›⟩" and not split_top(text[1:-1], re.compile(r"[)\]›⟩]"))[1]:
+    if text[0] in "([‹⟨" and text[-1] in ")]›⟩" and not split_top(text[1:-1], r"[)\]›⟩]")[1]:
         return read_bracket(text, again)
-    parts, _ = split_top(text, re.compile(":"))
-    return ("ratio", [("expr", expression(part)) for part in parts]) if len(parts) > 1 else read_leaf(text)
+    parts, _ = split_top(text, ":")
+    return ("ratio", [expression(part) for part in parts]) if len(parts) > 1 else read_leaf(text)
 
 
 def read_bracket(text, again):
+    """A set, a tuple or interval, a matrix as nested lists, a letter or an expression in brackets."""
     inside = text[1:-1]
     if text[0] == "‹":
-        condition, _ = split_top(inside, re.compile(r"\||:"))  # {x | 1 <= x < 5}
+        condition, _ = split_top(inside, r"\||:")  # {x | 1 <= x < 5}
         return (
             again(condition[1]) if len(condition) == 2 else ("set", items_of(again(inside)) if inside.strip() else [])
         )
-    parts, _ = split_top(inside, re.compile(","))
-    if len(parts) == 1:
+    if len(parts := split_top(inside, ",")[0]) == 1:
         return again(inside) if re.fullmatch(r"\s*[A-J]\s*", inside) else read_leaf(text)  # (B)
     items = [again(part) for part in parts]
     if text[0] == "[" and all(item[:2] == ("seq", "[") for item in items):  # [[1, 2], [3, 4]]
@@ -365,40 +341,33 @@ def is_name(text):
 
 
 def read_relation(parts, signs, again):
-    if set(signs) == {"="}:
-        if len(parts) > 2:  # x = 10/2 = 5, if it holds
-            values = [again(part) for part in parts if not is_name(part)]
-            if not values or not all(same(values[-1], value) for value in values):
-                raise Unreadable("a chain that does not hold")
-            return ("name", parts[0], values[-1], None)
-        left, right = parts if is_name(parts[0]) or not is_name(parts[1]) else parts[::-1]
-        equation = None
-        with contextlib.suppress(Unreadable):
-            equation = ("rel", "=", expression(left), expression(right))
-        if is_name(left):
-            return ("name", re.sub(r"[\s{}]", "", left), again(right), equation)
-    elif len(parts) == 3 and (set(signs) <= {"<", "≤"} or set(signs) <= {">", "≥"}) and is_name(parts[1]):
+    """x = 5 names a value, x > 2 and 1 < x < 3 are intervals, 2x + y = 3 is an equation."""
+    if len(parts) == 3 and is_name(parts[1]) and (set(signs) <= {"<", "≤"} or set(signs) <= {">", "≥"}):
         (low, _, high), (first, second) = (parts, signs) if signs[0] in "<≤" else (parts[::-1], signs[::-1])
         return ("sets", [(expression(low), first in "≤≥", expression(high), second in "≤≥")], None)
-    elif len(parts) == 2 and all(parts):
-        left, right = parts if is_name(parts[0]) or not is_name(parts[1]) else parts[::-1]
-        sign = signs[0] if left == parts[0] else FLIP[signs[0]]
-        equation = ("rel", sign, expression(left), expression(right))
-        if is_name(left):
-            below, above = (
-                (MINUS_INFINITY, False, equation[3], sign == "≤"),
-                (equation[3], sign == "≥", INFINITY, False),
-            )
-            return (
-                "sets",
-                {"<": [below], "≤": [below], ">": [above], "≥": [above], "≠": [below, above]}[sign],
-                equation,
-            )
-    else:
-        equation = None
-    if equation is None:
+    if len(parts) > 2 and set(signs) == {"="}:  # x = 10/2 = 5, if it holds
+        values = [again(part) for part in parts if not is_name(part)]
+        if values and all(same(values[-1], value) for value in values):
+            return ("name", parts[0], values[-1], None)
+    if len(parts) != 2 or not all(parts):
         raise Unreadable("no relation")
-    return equation
+    (left, right), sign = parts, signs[0]
+    if is_name(right) and not is_name(left):
+        left, right, sign = right, left, FLIP[sign]
+    relation = None
+    with contextlib.suppress(Unreadable):
+        sides = expression(left), expression(right)
+        first, second = sides if sign in "<≤=≠" else sides[::-1]
+        relation = ("rel", FLIP[sign] if sign in ">≥" else sign, ("+", [first, minus(second)]))
+    if is_name(left) and sign == "=":
+        return ("name", re.sub(r"[\s{}]", "", left), again(right), relation)
+    if relation and is_name(left):
+        below = (MINUS_INFINITY, False, sides[1], sign == "≤")
+        above = (sides[1], sign == "≥", INFINITY, False)
+        return ("sets", [below] * (sign in "<≤≠") + [above] * (sign in ">≥≠"), relation)
+    if relation is None:
+        raise Unreadable("no relation")
+    return relation
 
 
 def read_leaf(text):
@@ -425,8 +394,7 @@ def read_leaf(text):
 
 
 UNIT_WORDS = set("cm mm km kg mg ml mL m g s h ft in lb oz mi yd hr kmh mph kph L N J W V A K C F Pa Hz kJ kW".split())
-# a unit behind a number: words, a power, a second unit after a slash
-TAIL = re.compile(
+TAIL = re.compile(  # a unit behind a number: words, a power, a second unit after a slash
     r"(?<=[\d)}\s.%°π])[ ]*(“[^”]*”|[A-Za-z]+(?: [A-Za-z]+){0,3})[ ]*(?:\^ ?\{?-?\d\}?)?[ ]*(?:/ ?(?:“[^”]*”|[A-Za-z]+)(?:\^ ?\{?\d\}?)?)?$"
 )
 HEAD = re.compile(r"^(?:“[^”]*”|Rs\.?|USD|INR)\s*(?=[-\d.\\(])")  # "Rs. " 450
@@ -448,24 +416,17 @@ def without_unit(text):
     return head if head != text else None
 
 
-FUNCTIONS = set(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp sqrt abs gcd lcm max min".split()
+FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp sqrt abs gcd lcm max min".split()
+GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta lambda mu nu xi rho sigma tau phi varphi chi psi omega"
 )
-GREEK = set(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta lambda mu nu xi rho sigma tau phi varphi chi psi omega".split()
-)
-GREEK |= {name.capitalize() for name in GREEK} | {"ell", "hbar"}
+GREEK = {*GREEK.split(), *GREEK.title().split(), "ell", "hbar"}
 
 
 def is_product(words):
     """Whether bare letters are variables: single ones, or two small ones; DNA and HTHT are words."""
-    parts = words.split()
-    return (
-        all(len(p) == 1 or p in FUNCTIONS for p in parts)
-        or len(words) == 2
-        and words.islower()
-        and words not in ("no", "up")
-    )
+    single = all(len(part) == 1 or part in FUNCTIONS for part in words.split())
+    return single or len(words) == 2 and words.islower() and words not in ("no", "up")
 
 
 # An expression is ("n", Fraction, decimals or None), ("s", symbol) or (operator, arguments); the operators are
@@ -482,184 +443,161 @@ def minus(node):
     return ("n", -node[1], node[2]) if node[0] == "n" else ("*", [number(-1), node])
 
 
+def times(factors):
+    return ("*", factors) if len(factors) > 1 else factors[0]
+
+
 INFINITY = ("s", "∞")
 MINUS_INFINITY = minus(INFINITY)
+CLOSING = {"(": ")", "[": "]", "{": "}", "⌊": "⌋", "⌈": "⌉", "|": "|"}
 
 
 def expression(text):
-    """The tree of an expression; a white list of symbols, and no evaluation of any text. Raises Unreadable."""
+    """The tree of an expression. Raises Unreadable."""
     parser = Parser(text.replace("“", "").replace("”", "") if re.fullmatch(r"[^“]*“[A-Za-z]”.*", text) else text)
-    node = parser.sum()
+    try:
+        node = parser.sum()
+    except RecursionError:
+        raise Unreadable("nested too deep") from None
     parser.take("")
     return node
 
 
 class Parser:
-    """Recursive descent: sum > product > power > atom."""
+    """Recursive descent, sum > product > power > atom, over a white list of symbols; no text is evaluated."""
 
     def __init__(self, text):
-        self.tokens, self.i, self.depth = [*TOKEN.findall(text), ""], 0, 0
+        self.tokens, self.i = [*TOKEN.findall(text), ""], 0
 
     @property
     def next(self):
         return self.tokens[self.i]
 
     def take(self, wanted=None):
+        """The next token, which must be there, and be the wanted one."""
         token = self.next
-        if wanted is not None and token != wanted or wanted is None and not token:
+        if token != wanted if wanted is not None else not token:
             raise Unreadable(f"unexpected {token[:20]!r}")
         self.i += bool(token)
         return token
 
+    def accept(self, *signs):
+        """The next token if it is one of the signs, else nothing is taken."""
+        return self.take() if self.next in signs else ""
+
     def sum(self):
-        self.depth += 1
-        if self.depth > MAX_NESTED:
-            raise Unreadable("nested too deep")
         terms = [self.product()]
-        while self.next in ("+", "-"):
-            terms.append(self.product() if self.take() == "+" else minus(self.product()))
-        self.depth -= 1
-        return terms[0] if len(terms) == 1 else ("+", terms)
+        while sign := self.accept("+", "-"):
+            terms.append(self.product() if sign == "+" else minus(self.product()))
+        return ("+", terms) if len(terms) > 1 else terms[0]
 
     def product(self):
-        factors = [self.signed()]
+        factors = [self.factor()]
         while True:
-            if self.next == "*":
-                self.take()
-                factors.append(self.signed())
-            elif self.next == "/":
-                self.take()
-                factors = [("/", [("*", factors) if len(factors) > 1 else factors[0], self.signed()])]
-            elif self.starts_factor():
-                if self.next[0].isdigit() and (self.tokens[self.i - 1][-1].isalnum()):
-                    raise Unreadable("numbers side by side")
-                factors.append(self.power())
+            if self.accept("*"):
+                factors.append(self.factor())
+            elif self.accept("/"):
+                factors = [("/", [times(factors), self.factor()])]
+            elif not self.starts_factor():
+                return times(factors)
+            elif self.next[0].isdigit() and self.tokens[self.i - 1][-1].isalnum():  # 2x and x(3), but not 2 3 or x2
+                raise Unreadable("numbers side by side")
             else:
-                return ("*", factors) if len(factors) > 1 else factors[0]
+                factors.append(self.factor(signs=0))
 
     def starts_factor(self):
-        return bool(self.next) and (self.next[0].isalnum() or self.next[0] in "\\.([{⌊⌈π∞")
+        return self.next != "" and (self.next[0].isalnum() or self.next[0] in "\\.([{⌊⌈π∞")
 
-    def signed(self):
-        signs = []
-        while self.next in ("+", "-"):
-            signs.append(self.take())
-        if len(signs) > 2:
-            raise Unreadable("a run of signs")
-        return minus(self.power()) if signs.count("-") == 1 else self.power()
-
-    def power(self):
-        """An atom with its ! ° and ^, a tower from the right."""
-        base = self.postfix(self.atom())
-        if self.next == "^":
-            self.take()
-            self.depth += 1
-            if self.depth > MAX_NESTED:
-                raise Unreadable("nested too deep")
-            sign = self.take() if self.next in ("+", "-") else "+"
-            exponent = self.power() if self.next != "{" else self.atom()
-            self.depth -= 1
-            base = self.postfix(("^", [base, exponent if sign == "+" else minus(exponent)]))
-        return base
-
-    def postfix(self, node):
-        while self.next in ("!", "°"):
-            node = (self.take(), [node])
-            if node[0] == self.next == "!":
+    def factor(self, signs=2):
+        """An atom behind up to so many signs, with its ! ° and ^; a tower of powers is read from the right."""
+        negative = sum(self.accept("+", "-") == "-" for _ in range(signs)) == 1
+        node = self.atom()
+        while sign := self.accept("!", "°", "^"):
+            if sign == self.next == "!":
                 raise Unreadable("double factorial")
-        return node
+            if sign == "^":
+                below = self.accept("+", "-") == "-"
+                exponent = self.atom() if self.next == "{" else self.factor(signs=0)
+            node = ("^", [node, minus(exponent) if below else exponent]) if sign == "^" else (sign, [node])
+        return minus(node) if negative else node
 
     def argument(self):
         """What \\frac takes: {...}, or one digit or letter as in \\frac12."""
-        if self.next[:1].isalnum():
-            self.tokens[self.i : self.i + 1] = [*self.next] if self.next.isalnum() else [self.next]
+        if self.next.isalnum():
+            self.tokens[self.i : self.i + 1] = [*self.next]
         return self.atom()
 
     def atom(self):
         token = self.take()
         if token[0].isdigit() or token[0] == "." and len(token) > 1:
             return self.number(token)
-        closing = {"(": ")", "[": "]", "{": "}", "⌊": "⌋", "⌈": "⌉", "|": "|"}.get(token)
-        if closing:
+        if token in CLOSING:
             node = self.sum()
-            self.take(closing)
+            self.take(CLOSING[token])
             return ({"⌊": "floor", "⌈": "ceil", "|": "abs"}[token], [node]) if token in "⌊⌈|" else node
         name, _, index = token.lstrip("\\").partition("_")
         if name in FUNCTIONS:
             return self.function(name, index)
         if name in ("frac", "binom"):
-            return ({"frac": "/"}.get(name, name), [self.argument(), self.argument()])
+            return (name.replace("frac", "/"), [self.argument(), self.argument()])
         if token in ("π", "∞") or token[0] == "\\" and name in GREEK or "_" in token and token[0] != "\\":
-            return ("s", name + (f"_{index.strip('{}“” ')}" if index else ""))
+            return ("s", f"{name}_{index.strip('{}“” ')}" if index else name)
         if not token.isalpha():
             raise Unreadable(f"unexpected {token[:20]!r}")
-        if 1 < len(token) == 2 and token.islower():  # xy is x*y, DNA is a word
+        if len(token) == 2 and token.islower():  # xy is x*y, DNA is a word
             self.tokens[self.i - 1 : self.i] = [*token]
             token = token[0]
-        while self.next == "'":
-            token += self.take()
+        while self.accept("'"):
+            token += "'"
         return ("s", token)
 
     def number(self, token):
         mantissa, _, exponent = token.lower().partition("e")
-        whole, point, decimals = mantissa.partition(".")
-        if len(token) > 10_000 or abs(int(exponent or 0)) > 5000:
+        whole, _, decimals = mantissa.partition(".")
+        if len(mantissa) > 4000 or len(exponent) > 5 or abs(int(exponent or 0)) > 5000:  # int() stops at 4300 digits
             raise Unreadable("too many digits")
-        value = integer(whole + decimals) * Fraction(10) ** (int(exponent or 0) - len(decimals))
+        value = int(whole + decimals) * Fraction(10) ** (int(exponent or 0) - len(decimals))
         repeated = ""
-        while point and self.next in ("\\overline", "\\dot"):  # 0.1\overline{6}
-            self.take()
-            repeated += re.sub(
-                r"\D", "x", self.take() if self.next != "{" else [self.take(), self.take(), self.take("}")][1]
-            )
-        if repeated:
-            if not repeated.isdigit() or len(repeated) > 400:
-                raise Unreadable("no digits under the bar")
-            return number(value + Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(decimals)))
-        return number(value, len(decimals) if decimals and not exponent else None)
+        while "." in token and self.accept("\\overline", "\\dot"):  # 0.1\overline{6}
+            braced = self.accept("{")
+            repeated += self.take()
+            braced and self.take("}")
+        if not repeated:
+            return number(value, len(decimals) if decimals and not exponent else None)
+        if not repeated.isdigit() or len(repeated) > 400:
+            raise Unreadable("no digits under the bar")
+        return number(value + Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(decimals)))
 
     def function(self, name, index):
-        base, power = expression(index.strip("{}")) if index else None, None
-        if name == "sqrt" and self.next == "[":
-            self.take()
+        """sin x, \\sin^2(x), log_2 8, \\sqrt[3]{x}, max(1, 2)."""
+        base = expression(index.strip("{}")) if index else None
+        if name == "sqrt" and self.accept("["):
             base = self.sum()
             self.take("]")
-        if self.next == "^":
-            self.take()
-            sign = self.take() if self.next == "-" else ""
-            power = minus(self.argument()) if sign else self.argument()
+        power = None
+        if self.accept("^"):
+            power = minus(self.argument()) if self.accept("-") else self.argument()
         if name == "sqrt" and self.next[:1].isalnum():  # \sqrt3
             arguments = [self.argument()]
-        elif self.next in ("(", "{", "["):
-            closing = {"(": ")", "{": "}", "[": "]"}[self.take()]
+        elif opening := self.accept("(", "{", "["):
             arguments = [self.sum()]
-            while self.next == ",":
-                self.take()
+            while self.accept(","):
                 arguments.append(self.sum())
-            self.take(closing)
+            self.take(CLOSING[opening])
         else:  # sin 2x
-            sign = self.next == "-" and self.take()
-            factors = [self.power()]
+            sign, factors = self.accept("-"), [self.factor(signs=0)]
             while self.starts_factor() and self.next[0] not in "([{" and self.next.lstrip("\\") not in FUNCTIONS:
-                factors.append(self.power())
-            arguments = [minus(("*", factors)) if sign else ("*", factors) if len(factors) > 1 else factors[0]]
+                factors.append(self.factor(signs=0))
+            arguments = [minus(times(factors)) if sign else times(factors)]
         if power == number(-1):
             name, power = "arc" + name, None
         if name in ("sqrt", "log", "lg"):
             arguments.append(base or number(2 if name == "sqrt" else 10))
-        node = ({"sqrt": "root", "lg": "log", "exp": "exp"}.get(name, name), arguments)
-        return ("^", [node, power]) if power is not None else node
+        node = ({"sqrt": "root", "lg": "log"}.get(name, name), arguments)
+        return ("^", [node, power]) if power else node
 
 
-def integer(digits):
-    """int() of any length; Python's own stops at 4300 digits."""
-    value = 0
-    for i in range(0, len(digits), 4000):
-        value = value * 10 ** len(digits[i : i + 4000]) + int(digits[i : i + 4000])
-    return value
-
-
-CONSTANTS = {"π", "e", "i"}
+CONSTANTS = {"π", "e", "i", "∞"}
 
 
 def symbols(node):
@@ -673,109 +611,62 @@ def evaluate(node, point, apply):
     return apply(node[0], [evaluate(argument, point, apply) for argument in node[1]])
 
 
+RATIONAL = {"n": lambda a: a[0], "+": sum, "*": math.prod, "max": max, "min": min}  # of a list of fractions
+RATIONAL |= {"abs": lambda a: abs(a[0]), "floor": lambda a: math.floor(a[0]), "ceil": lambda a: math.ceil(a[0])}
+WHOLE = {"!": math.factorial, "binom": math.comb, "gcd": math.gcd, "lcm": math.lcm}  # of whole numbers up to 5000
+
+
 def exactly(op, arguments):
     """One operation on fractions; raises Inexact where the result is none, Unreadable beyond the bounds."""
     x, y = arguments[0], arguments[-1]
-    if op == "n":
-        if isinstance(x, str):
-            raise Unreadable("infinite") if x == "∞" else Inexact
-        return x
-    whole = all(a.denominator == 1 for a in arguments)
-    if op in "+*" or op == "/" and y:
-        if sum(a.numerator.bit_length() + a.denominator.bit_length() for a in arguments) > MAX_BITS:
-            raise Unreadable("too large")
-        return sum(arguments) if op == "+" else math.prod(arguments, start=Fraction(1)) if op == "*" else x / y
-    if op == "/" or op == "^" and x == 0 > y:
-        raise Unreadable("division by zero")
-    if op == "^":
-        base = exact_root(x, y.denominator)
-        if base in (0, 1, -1):
-            return base ** (y.numerator % 2 if base else min(y.numerator, 1))
-        if abs(y.numerator) * (base.numerator.bit_length() + base.denominator.bit_length()) > MAX_BITS:
-            raise Unreadable("too large")
-        return base**y.numerator
-    if op == "root" and whole and 1 < y <= 64:
-        return exact_root(x, int(y))
-    if op in ("!", "binom"):
-        if not whole or not 0 <= y <= x <= 5000:
-            raise Unreadable("out of bounds")
-        return Fraction(math.factorial(int(x)) if op == "!" else math.comb(int(x), int(y)))
-    if op in ("floor", "ceil", "abs"):
-        return Fraction({"floor": math.floor, "ceil": math.ceil, "abs": abs}[op](x))
-    if op in ("max", "min"):
-        return {"max": max, "min": min}[op](arguments)
-    if op in ("gcd", "lcm") and whole:
-        return Fraction(getattr(math, op)(*map(int, arguments)))
-    if op == "log" and whole and x > 0 and y > 1:
-        n = round(math.log(x.numerator) / math.log(y.numerator))
-        if n < 10_000 and y**n == x:
-            return Fraction(n)
+    if isinstance(x, str):
+        raise Unreadable("infinite") if x == "∞" else Inexact
+    sizes = [a.numerator.bit_length() + a.denominator.bit_length() for a in arguments]
+    if (
+        (sizes[0] * abs(y) if op == "^" and abs(x) != 1 else sum(sizes)) > MAX_BITS
+        or op == "^"
+        and y.denominator > 10**6
+    ):
+        raise Unreadable("too large, or too near to 1")
+    if op in RATIONAL:
+        return Fraction(RATIONAL[op](arguments))
+    if op == "/" and y or op == "^" and y.denominator == 1 and (x or y > 0):
+        return x / y if op == "/" else x ** int(y)
+    if op in WHOLE and all(a.denominator == 1 and 0 <= a <= 5000 for a in arguments):
+        return Fraction(WHOLE[op](*map(int, arguments)))
+    if op in ("/", "^", *WHOLE) and y.denominator == 1:
+        raise Unreadable("division by zero, or out of bounds")
     raise Inexact
 
 
-def exact_root(x, n):
-    """The rational n-th root of a fraction, or Inexact."""
-    if n == 1:
-        return x
-    if n > 64 or x < 0 and n % 2 == 0:
-        raise Inexact if n < 10**6 else Unreadable("too fine a root")
-    roots = []
-    for part in (abs(x.numerator), x.denominator):
-        guess, better = 1 << -(-part.bit_length() // n), 0
-        while part and (better := ((n - 1) * guess + part // guess ** (n - 1)) // n) < guess:  # Newton
-            guess = better
-        if part and guess**n != part:
-            raise Inexact
-        roots.append(guess if part else 0)
-    return Fraction(*roots) * (1 if x >= 0 else -1)
+def with_digits(mp, real):
+    """The operations on mpmath's numbers; over the reals unless i occurs, and what is undefined there is Unreadable."""
+    constants = {"π": mp.pi, "e": mp.e, "i": mp.j}
+    names = {"abs": "fabs", "!": "factorial", "°": "radians", "arcsin": "asin", "arccos": "acos", "arctan": "atan"}
 
-
-class Numerically:
-    """The operations with mpmath; over the reals unless i occurs, and what is undefined there raises Unreadable."""
-
-    def __init__(self, mp, complex_numbers):
-        self.mp, self.complex = mp, complex_numbers
-
-    def __call__(self, op, arguments):
-        x, y = arguments[0], arguments[-1]
-        result = self.constant(x) if op == "n" else self.compute(op, x, y, arguments)
-        if not self.mp.isfinite(result) or result != 0 and abs(self.mp.mag(result)) > 100_000:
-            raise Unreadable("too large")
-        if not self.complex and self.mp.im(result) != 0:
-            raise Unreadable("not real")
+    def apply(op, arguments):
+        x, y, result = arguments[0], arguments[-1], mp.nan
+        if op == "n":
+            result = mp.mpf(x.numerator) / x.denominator if isinstance(x, Fraction) else +constants.get(x, mp.nan)
+        elif op in "+*":
+            result = mp.fsum(arguments) if op == "+" else mp.fprod(arguments)
+        elif op == "/" and y != 0:
+            result = x / y
+        elif op == "^" and abs(y) < 20_000 and (x != 0 or mp.re(y) > 0):
+            third = mp.nint(3 * y)  # (-8)^(1/3) is -2 over the reals
+            cubic = real and x < 0 and abs(3 * y - third) < mp.eps * 8 * abs(third)
+            result = x ** int(mp.re(y)) if mp.isint(y) else (-1) ** int(third) * (-x) ** y if cubic else x**y
+        elif op == "root" and mp.isint(y) and 1 < (n := int(mp.re(y))) <= 10_000:
+            result = -mp.root(-x, n) if real and x < 0 and n % 2 else mp.root(x, n)
+        elif op in ("ln", "log") and x != 0 and (op == "ln" or y not in (0, 1)):
+            result = mp.log(x) / (mp.log(y) if op == "log" else 1)
+        elif len(arguments) == 1 and (op == "abs" or abs(x) < 1e6):
+            result = getattr(mp, names.get(op, op))(x)
+        if not mp.isfinite(result) or result != 0 and abs(mp.mag(result)) > 100_000 or real and mp.im(result) != 0:
+            raise Unreadable("undefined, too large, or not real")
         return result
 
-    def constant(self, x):
-        if isinstance(x, Fraction):
-            return self.mp.mpf(x.numerator) / x.denominator
-        constants = {"π": self.mp.pi, "e": self.mp.e, "i": self.mp.mpc(0, 1)}
-        if x not in constants:
-            raise Unreadable(x)
-        return +constants[x]
-
-    def compute(self, op, x, y, arguments):
-        mp = self.mp
-        if op in "+*":
-            return mp.fsum(arguments) if op == "+" else mp.fprod(arguments)
-        if op == "/" and y != 0:
-            return x / y
-        if op == "^" and abs(y) < 20_000 and (x != 0 or mp.re(y) > 0):
-            if mp.isint(y):
-                return x ** int(mp.re(y))
-            third = mp.nint(3 * y)  # (-8)^(1/3) is -2 over the reals
-            odd = not self.complex and x < 0 and abs(3 * y - third) < mp.eps * 8 * abs(third)
-            return (-1) ** int(third) * (-x) ** y if odd else x**y
-        if op == "root" and mp.isint(y) and 1 < mp.re(y) <= 10_000:
-            n = int(mp.re(y))
-            return -mp.root(-x, n) if not self.complex and x < 0 and n % 2 else mp.root(x, n)
-        if op in ("ln", "log") and x != 0 and (op == "ln" or y not in (0, 1)):
-            return mp.log(x) if op == "ln" else mp.log(x) / mp.log(y)
-        if op == "abs" or abs(x) < 1e6 and len(arguments) == 1:
-            names = {"abs": "fabs", "!": "factorial", "°": "radians"}
-            name = names.get(op, "a" + op[3:] if op.startswith("arc") else op)
-            if name != op or op in FUNCTIONS or op in ("floor", "ceil"):
-                return getattr(mp, name)(x)
-        raise Unreadable(op)
+    return apply
 
 
 POINTS = [  # values for the letters in their order; rational, some negative, none special
@@ -788,7 +679,7 @@ POINTS = [  # values for the letters in their order; rational, some negative, no
 
 
 def points_for(*nodes):
-    names = sorted(set().union(*map(symbols, nodes)) - CONSTANTS - {"∞"})
+    names = sorted(set().union(*map(symbols, nodes)) - CONSTANTS)
     if len(names) > 10:
         raise Unreadable("too many letters")
     return [dict(zip(names, values)) for values in POINTS] if names else [{}]
@@ -801,16 +692,14 @@ def numerically(pairs, combine, digits):
     import mpmath
 
     with mpmath.mp.workdps(digits):
-        apply = Numerically(mpmath.mp, any("i" in symbols(node) for node, _ in pairs))
+        apply = with_digits(mpmath.mp, not any("i" in symbols(node) for node, _ in pairs))
         return combine(*[evaluate(node, point, apply) for node, point in pairs])
 
 
 def vanishes(pairs, combine):
     """Whether combine(values of the (node, point) pairs) is zero."""
-    try:
+    with contextlib.suppress(Inexact):
         return combine(*[evaluate(node, point, exactly) for node, point in pairs]) == 0
-    except Inexact:
-        pass
     coarse, fine = (abs(numerically(pairs, combine, digits)) for digits in (60, 150))
     return fine < 1e-50 and (fine == 0 or coarse == 0 or fine * 10**40 < coarse)
 
@@ -821,34 +710,27 @@ def same_expression(a, b):
         return a == b
     defined, points = 0, points_for(a, b)
     for point in points:
-        try:
+        with contextlib.suppress(Unreadable):
             if not vanishes([(a, point), (b, point)], lambda x, y: x - y):
                 return False
             defined += 1
-        except Unreadable:
-            continue
     return defined >= min(2, len(points))
 
 
-def same_equation(a, b):
-    """Whether left - right of two relations differ by a constant factor, positive unless the sign is = or ≠."""
-    if a[1] not in (b[1], FLIP[b[1]]):
-        return False
-    first, second = (("+", [left, minus(right)]) for _, _, left, right in (a, b))
+def same_relation(a, b):
+    """Whether left - right of two relations differ by a constant factor only, a positive one for < and ≤."""
     usable = []
-    for point in points_for(first, second):
+    for point in points_for(a[2], b[2]):
         with contextlib.suppress(Unreadable):
-            zero = [vanishes([(node, point)], lambda x: x) for node in (first, second)]
+            pair = [(a[2], point), (b[2], point)]
+            zero = [vanishes([side], lambda x: x) for side in pair]
             if zero[0] != zero[1]:
                 return False
-            usable += [point] * (not zero[0])
+            usable += [pair] * (not zero[0])
     cross = lambda p, q, r, s: p * s - q * r  # noqa: E731
-    at = lambda point: [(first, point), (second, point)]  # noqa: E731
-    if len(usable) < 2 or not all(vanishes(at(usable[0]) + at(point), cross) for point in usable[1:]):
+    if a[1] != b[1] or len(usable) < 2 or not all(vanishes(usable[0] + pair, cross) for pair in usable[1:]):
         return False
-    return a[1] in "=≠" or (approximate(*at(usable[0])[0]) > 0) == (
-        (approximate(*at(usable[0])[1]) > 0) == (a[1] == b[1])
-    )
+    return a[1] in "=≠" or approximate(*usable[0][0]) * approximate(*usable[0][1]) > 0
 
 
 def approximate(node, point=None):
@@ -868,15 +750,10 @@ def same_number(gold, said):
     decimal of twelve digits or more for a gold that no decimal can equal."""
     if same_expression(gold, said):
         return True
-    if (symbols(gold) | symbols(said)) - {"π", "e"}:
+    if (symbols(gold) | symbols(said)) - {"π", "e"} or (gold[0] == "n") == (said[0] == "n"):
         return False
-    if gold[0] == "n" and gold[2] and said[0] != "n" and digits(gold) >= 3:
-        return rounds_to(said, gold)
-    return said[0] == "n" and bool(said[2]) and gold[0] != "n" and digits(said) >= 12 and rounds_to(gold, said)
-
-
-def digits(node):
-    return len(str(abs(node[1] * 10 ** node[2])).lstrip("0"))
+    decimal, exact, enough = (gold, said, 3) if gold[0] == "n" else (said, gold, 12)
+    return bool(decimal[2]) and abs(decimal[1]) * 10 ** decimal[2] >= 10 ** (enough - 1) and rounds_to(exact, decimal)
 
 
 def rounds_to(node, decimal):
@@ -900,7 +777,7 @@ def strip_name(value):
 
 
 def as_sets(value):
-    """A value as intervals (low, closed, high, closed); raises Unreadable."""
+    """A value as intervals; raises Unreadable."""
     value = strip_name(value)
     if value[0] == "sets":
         return value[1]
@@ -931,26 +808,28 @@ def same(gold, said):
         return same(gold[2], said[2])
     if "rel" in kinds or kinds == {"name"}:
         relations = [{"name": v[-1], "sets": v[-1], "rel": v}.get(v[0]) for v in (gold, said)]
-        return all(relations) and same_equation(*relations)
+        return all(relations) and same_relation(*relations)
     if "name" in kinds:
         return same(strip_name(gold), strip_name(said))
     if kinds & {"%", "°"}:
-        return same_percent(gold, said)
+        return kinds <= {"%", "°", "expr"} and same_percent(gold, said)
     if "sets" in kinds:
         return same_sets(gold, said)
     if kinds == {"seq"}:
         return (len(gold[3]) != 2 or gold[1:3] == said[1:3]) and same_items(gold[3], said[3])
-    if "seq" in kinds:
-        return same_loose_tuple(*((gold, said) if gold[0] == "seq" else (said, gold)))
+    if kinds == {"seq", "list"}:  # a tuple without its brackets, or with names: (1,2) and y=2, x=1
+        items, loose = (gold[3], said[1]) if gold[0] == "seq" else (said[3], gold[1])
+        named = all(item[0] == "name" for item in loose)
+        return same_items(items, [i[2] for i in sorted(loose, key=lambda i: i[1])] if named else loose)
     if kinds & {"list", "set"}:
-        return same_lists(items_of(gold), items_of(said))
+        return "seq" not in kinds and same_lists(items_of(gold), items_of(said))
     if kinds == {"matrix"}:
         return len(gold[1]) == len(said[1]) and all(map(same_items, gold[1], said[1]))
     if kinds <= {"ratio", "expr"} and "ratio" in kinds:
-        a, b = ([expr for _, expr in v[1]] if v[0] == "ratio" else [v[1], number(1)] for v in (gold, said))
-        return len(a) == len(b) and all(same_expression(("*", [a[0], y]), ("*", [b[0], x])) for x, y in zip(a, b))
+        a, b = (v[1] if v[0] == "ratio" else [v[1], number(1)] for v in (gold, said))
+        return len(a) == len(b) and all(same_expression(times([a[0], y]), times([b[0], x])) for x, y in zip(a, b))
     if gold[0] == "base" and said[0] == "expr":  # the base may be known from the question
-        return said[1] == number(int(gold[1])) if gold[1].isdigit() and len(gold[1]) < 1000 else False
+        return gold[1].isdigit() and len(gold[1]) < 1000 and said[1] == number(int(gold[1]))
     return same_number(gold[1], said[1]) if kinds == {"expr"} else gold == said
 
 
@@ -960,49 +839,46 @@ def same_items(a, b):
 
 def same_percent(gold, said):
     """p % against p %, p, or p/100 (the last two not at once). 72° against 72, and against 2 pi/5."""
-    marks = {gold[0], said[0]}
-    if not marks <= {"%", "°", "expr"}:
-        return False
     if same_number(gold[1], said[1]):
         return True
-    scaled = [
-        ("/", [v[1], number(100)]) if v[0] == "%" else ("°", [v[1]]) if v[0] == "°" else v[1] for v in (gold, said)
-    ]
-    return "expr" in marks and ("%" in marks or "π" in symbols(gold[1]) | symbols(said[1])) and same_expression(*scaled)
+    scaled = [{"%": ("/", [v[1], number(100)]), "°": ("°", [v[1]])}.get(v[0], v[1]) for v in (gold, said)]
+    marks, angle = {gold[0], said[0]}, "π" in symbols(gold[1]) | symbols(said[1])
+    return "expr" in marks and ("%" in marks or angle) and same_expression(*scaled)
 
 
 def same_sets(gold, said):
-    if gold[0] == said[0] and gold[2] and said[2] and symbols(gold[2][3]) | symbols(said[2][3]) - CONSTANTS - {"∞"}:
-        return same_equation(gold[2], said[2])  # a <= b and b >= a
     try:
-        a, b = merge(as_sets(gold)), merge(as_sets(said))
+        a, b = as_sets(gold), as_sets(said)
+        if (
+            gold[0] == said[0]
+            and gold[-1]
+            and said[-1]
+            and any(symbols(i[j]) - CONSTANTS for i in a + b for j in (0, 2))
+        ):
+            return same_relation(gold[-1], said[-1])  # a <= b and b >= a
+        a, b = merge(a), merge(b)
     except Unreadable:
         return False
     ends = lambda x, y: same_number(x[0], y[0]) and same_number(x[2], y[2])  # noqa: E731
     return len(a) == len(b) and all(x[1::2] == y[1::2] and ends(x, y) for x, y in zip(a, b))
 
 
-def same_loose_tuple(tuple_, other):
-    """A pair without its brackets, or with names: (1,2) and y=2, x=1."""
-    if other[0] != "list":
-        return False
-    named = all(item[0] == "name" for item in other[1])
-    return same_items(tuple_[3], [i[2] for i in sorted(other[1], key=lambda i: i[1])] if named else other[1])
-
-
 def same_lists(gold, said):
     """The same items in any order, or the same names; repeated ones count once."""
     gold, said = ([v for i, v in enumerate(items) if v not in items[:i]] for items in (gold, said))
-    if len(gold) != len(said):
-        return False
     names = [sorted(item[1] for item in items if item[0] == "name") for items in (gold, said)]
-    if names[0] == names[1] and len(set(names[0])) == len(gold):
+    if names[0] == names[1] and len(set(names[0])) == len(gold) == len(said):
         return same_items(sorted(gold, key=lambda i: i[1]), sorted(said, key=lambda i: i[1]))
-    for item in gold:
-        match = next((i for i, other in enumerate(said) if same_or_not(item, other)), None)
+    return len(gold) == len(said) and all_matched(gold, said, same_or_not)
+
+
+def all_matched(wanted, found, agree):
+    """Whether each wanted item takes one of the found ones away."""
+    for item in wanted:
+        match = next((i for i, other in enumerate(found) if agree(item, other)), None)
         if match is None:
             return False
-        said.pop(match)
+        found = found[:match] + found[match + 1 :]
     return True
 
 
@@ -1015,6 +891,7 @@ def same_or_not(a, b):
 
 PLAIN_NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,9})?")  # the common case, without further ado
 BETWEEN = re.compile(r"(?:\s|\$|,|;|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\q?quad|\\[,; ])*")  # joins two boxes
+LABELLED = re.compile(r"^“?\s*\(?([A-J])[).]\s*”?\s*\S")  # (A) 5
 
 
 def final_answer(completion):
@@ -1031,23 +908,27 @@ def final_answer(completion):
         parts.insert(0, before)
     if len({"".join(content.split()) for _, _, content in parts}) > 1:
         return ", ".join(content for _, _, content in parts)
-    start, end, content = parts[-1]
-    inner = marked_answers(content)  # #### \boxed{10}, \boxed{\boxed{5}}
+    _, end, content = parts[-1]
     percent = re.match(r"\s*\$?\s*(?:\\?%|percent|pct)", text[end : end + 20])
-    return (inner[-1][2] if inner else content) + (r"\%" if percent else "")
+    return unmarked(content) + (r"\%" if percent else "")
+
+
+def unmarked(text):
+    """Without the marks that are left: #### \\boxed{10}, \\boxed{\\boxed{5}}."""
+    inner = marked_answers(text)
+    return inner[-1][2] if inner else text
 
 
 @lru_cache(maxsize=8192)
 def golds(answer):
-    """The acceptable answers of a gold: itself, or the strings of a JSON list, unmarked; raises TaskError."""
+    """The acceptable answers of a gold: itself, or the strings of a JSON list; raises TaskError."""
     found = [answer]
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(answer) if answer.lstrip().startswith("[") else None
         found = data if data and all(isinstance(x, str) for x in data) else found
-    found = [marked[-1][2] if (marked := marked_answers(gold)) else gold for gold in found]
-    if any(re.sub(r"[\s$]", "", gold).lower() in ("", "nan", "none", "null") for gold in found):
+    if any(re.sub(r"[\s$]", "", unmarked(gold)).lower() in ("", "nan", "none", "null") for gold in found):
         raise TaskError("the answer of a math task is empty")
-    return found
+    return [unmarked(gold) for gold in found]
 
 
 @lru_cache(maxsize=8192)
@@ -1105,57 +986,48 @@ ANCHORS = [  # L is the letter; blanks are counted, since \s* after \s* is slow 
     r"(?:^|[^\w'])(?:so|thus|hence|therefore|but|it's|it is|it must be|think)[,:]?\s{1,5}L(?=\s{0,5}(?:[.!,;]|$))",
     r"(?:^|[^\w'])L\s{1,5}(?:is|must be|seems|looks)\s{1,5}(?:the\s{1,5})?(?:correct|right|valid|true|best|answer)",
 ]
-# "is wrong", "cannot" behind a letter, and "not" before the anchor: no claim
-DENIED = re.compile(
-    r"\s*(?:(?:is|are|was|seems|looks)\s*(?:n't|not|incorrect|wrong|false|invalid|tempting|out)|can(?:no|')t\b|cannot\b)",
-    re.I,
-)
-NEGATED = re.compile(
-    r"(?:\bnot|n't|\bnever|\bneither|\bnor|\brules? out|\beliminate)\W*(?:(?:think|believe|say)(?: that)?\W*)?(?:option |answer |be |the )?$",
-    re.I,
-)
+DENIED = re.compile(  # behind a letter: "is wrong", "cannot"
+    r"\s*(?:(?:is|are|was|seems|looks)\s*(?:n't|not|incorrect|wrong|false|invalid|tempting|out)|can(?:no|')t\b|cannot\b)", re.I
+)  # fmt: skip
+NEGATED = re.compile(  # before an anchor: "it is not", "I don't think that"
+    r"(?:\bnot|n't|\bnever|\bneither|\bnor|\brules? out|\beliminate)\W*(?:(?:think|believe|say)(?: that)?\W*)?"
+    r"(?:option |answer |be |the )?$", re.I
+)  # fmt: skip
 MARKUP = re.compile(r"[*`\"“”$\[\]{}<>_]|\\[()\[\]]")  # stands around letters and says nothing
 ANSWER_TAG = re.compile(r"<answer>(.{0,2000}?)</answer>", re.DOTALL | re.IGNORECASE)
 PRONOUN = re.compile(r"\s+[a-z]")  # a letter in a sentence: a car, I think
-ALSO = r"\s{0,5}(?:,|/|&|\+|\band\b|\bor\b)\s{0,5}(?:and |or )?"
 
 
 @lru_cache(maxsize=256)
 def choice_patterns(labels):
-    letter = rf"\(?\s{{0,5}}(?P<letter>{'|'.join(map(re.escape, labels))})(?![\w'’])\s{{0,5}}\)?"
-    lower = letter.replace("(?P<letter>", "(?P<letter>(?i:").replace(")(?![", "))(?![", 1)
-    also = re.compile(rf"{ALSO}\(?({'|'.join(map(re.escape, labels))})(?![\w'’])\)?(?!\s+[a-z])")
-    return [re.compile(a.replace("L", lower, 1), re.I) for a in ANCHORS], re.compile(rf"\s{{0,5}}{lower}"), also
+    """The anchors, a letter, and a further letter behind it."""
+    one = "|".join(map(re.escape, labels))
+    letter = rf"\(?\s{{0,5}}(?P<letter>(?i:{one}))(?![\w'’])\s{{0,5}}\)?"
+    also = rf"\s{{0,5}}(?:,|/|&|\+|\band\b|\bor\b)\s{{0,5}}(?:and |or )?\(?({one})(?![\w'’])\)?(?!\s+[a-z])"
+    anchors = [re.compile(anchor.replace("L", letter, 1), re.I) for anchor in ANCHORS]
+    return anchors, re.compile(r"\s{0,5}" + letter), re.compile(also)
 
 
 def claimed(content, choices, labels):
     """The labels that the content of a box, a tag or a whole answer stands for: {'B'}, {'A', 'B'}, or nothing."""
-    text = plain_choice(content)
-    same_text = [
-        label for label, option in choices.items() if fold(option) == fold(text) or fold(option) == fold(content)
-    ]
+    text = re.sub(r"\\(?:text\w*|math\w+)\s*\{", " {", nfkc(content))
+    text = MARKUP.sub(" ", text).strip(" \t\n.,;:!。")
+    same_text = {label for label, option in choices.items() if fold(option) in (fold(text), fold(content))}
     if len(same_text) == 1:
-        return set(same_text)
+        return same_text
     if (bare := text.strip("() ").upper()) in labels:
         return {bare}
     _, start, also = choice_patterns(labels)
-    match = start.match(text)
-    if not match:
-        run = text.replace(" ", "")
+    if not (match := start.match(text)):
+        run = text.replace(" ", "")  # BD
         return set(run) if 1 < len(run) and set(run) <= set(labels) else set()
-    found, end = {match["letter"].upper()}, match.end()
+    letter, end = match["letter"].upper(), match.end()
+    found = {letter}
     while more := also.match(text, end):
         found, end = found | {more[1].upper()}, more.end()
     rest = text[end:].strip()
-    if not rest or len(found) > 1 or rest[0] in ".:)-–—," or match[0].strip().startswith("("):
-        return found
-    return found if fold(rest) == fold(choices.get(match["letter"].upper(), "")) else set()
-
-
-def plain_choice(text):
-    """Without markup, full-width letters and LaTeX wrappers."""
-    text = re.sub(r"\\(?:text\w*|math\w+)\s*\{", " {", nfkc(text))
-    return MARKUP.sub(" ", text).strip(" \t\n.,;:!。")
+    clear = not rest or len(found) > 1 or rest[0] in ".:)-–—," or match[0].strip().startswith("(")
+    return found if clear or fold(rest) == fold(choices.get(letter, "")) else set()
 
 
 def claims(text, choices, labels):
@@ -1165,18 +1037,15 @@ def claims(text, choices, labels):
     anchors, _, also = choice_patterns(labels)
     flat = nfkc(text) if len(nfkc(text)) == len(text) else text
     flat = re.sub(r"(?<!\w)'|'(?!\w)", " ", MARKUP.sub(" ", flat))  # quotes; the one of it's stays
-    for pattern in anchors:
-        for match in pattern.finditer(flat):
-            letter, end = match["letter"], match.end("letter")
-            said = {letter.upper()}
-            if NEGATED.search(flat[max(match.start() - 30, 0) : match.start()]) or DENIED.match(flat, match.end()):
-                continue
-            if letter not in labels or letter == "I":  # "a" and "I" inside a sentence are words
-                if PRONOUN.match(flat, end):
-                    continue
-            while more := also.match(flat, end):
-                said, end = said | {more[1].upper()}, more.end()
-            found.append((match.start(), max(end, match.end()), said))
+    for match in (match for pattern in anchors for match in pattern.finditer(flat)):
+        letter, end = match["letter"], match.end("letter")
+        word = (letter not in labels or letter == "I") and PRONOUN.match(flat, end)  # "a" and "I" inside a sentence
+        if word or NEGATED.search(flat[max(match.start() - 30, 0) : match.start()]) or DENIED.match(flat, match.end()):
+            continue
+        said = {letter.upper()}
+        while more := also.match(flat, end):
+            said, end = said | {more[1].upper()}, more.end()
+        found.append((match.start(), max(end, match.end()), said))
     return sorted((claim for claim in found if claim[2]), key=lambda claim: (claim[1], claim[0]))
 
 
@@ -1184,9 +1053,9 @@ def check_choice(completion, answer):
     """1 when the last claim is the label of the answer, or its labels."""
     wanted, choices, labels = parse_choice_answer(answer)
     text = re.sub(r"[ \t]{2,}", " ", strip_thinking(completion))
-    found = claims(text, choices, labels)
-    if found:
-        said, spray, start = found[-1][2], found[-1][2], found[-1][0]
+    if found := claims(text, choices, labels):
+        start, _, said = found[-1]
+        spray = said
         for before in reversed(found[:-1]):  # Answer: A, Answer: B, Answer: C with nothing between is no answer
             if re.search(r"\w", text[before[1] : start]):
                 break
@@ -1199,22 +1068,12 @@ def check_choice(completion, answer):
     for part in (" ".join(lines), *lines[-1:], *lines[:1]):
         if said := claimed(part, choices, labels):
             return float(said == wanted)
-    said = {label for label, option in choices.items() if mentions(text, option)}
-    inner = {a for a in said for b in said - {a} if fold(choices[a]) in fold(choices[b])}
-    if not said - inner or re.search(r"\bnot\b|n't|\bor\b|\bbecause\b", text, re.I) or len(text) > 200:
+    folded = {label: fold(option) for label, option in choices.items()}
+    said = {a for a, option in folded.items() if option and re.search(rf"(?<!\w){re.escape(option)}(?!\w)", fold(text))}
+    said -= {a for a in said for b in said - {a} if folded[a] in folded[b]}
+    if not said or re.search(r"\bnot\b|n't|\bor\b|\bbecause\b", text, re.I) or len(text) > 200:
         return "no answer"
-    return float(said - inner == wanted)
-
-
-def mentions(text, option):
-    text, option = fold(text), fold(option)
-    position = text.find(option)
-    while option and position >= 0:
-        around = text[:position][-1:], text[position + len(option) :][:1]
-        if not any(c.isalnum() for c in around):
-            return True
-        position = text.find(option, position + 1)
-    return False
+    return float(said == wanted)
 
 
 @lru_cache(maxsize=4096)
@@ -1226,9 +1085,9 @@ def parse_choice_answer(answer):
         choices = {str(k).strip(): str(v) for k, v in (task.get("choices") or {}).items()}
         wanted = set(re.findall(r"\w+", str(task["label"])))
         labels = tuple(choices) or tuple("123456789" if min(wanted).isdigit() else "ABCDEFGHIJ")
-        assert wanted and wanted <= set(labels)
+        ensure(wanted and wanted <= set(labels))
         return wanted, choices, labels
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+    except MALFORMED:
         raise TaskError('a choice answer is a letter or JSON {"label": "B", "choices": {"A": "...", ...}}') from None
 
 
@@ -1238,115 +1097,84 @@ def parse_choice_answer(answer):
 # The unit of the answer is converted to that of the gold; another dimension is wrong. A bare number is read in the unit
 # of the gold, and a unit is ignored where the gold has none. The tolerance is relative only: 0 is not nearly 1.6e-19.
 
-PREFIXES = dict(zip("fpnµμumcdkMGT", (-15, -12, -9, -6, -6, -6, -3, -2, -1, 3, 6, 9, 12)))
-UNITS = {  # name: (factor to SI, exponents of m kg s A K mol)
-    "m": (1, (1,)), "g": (Fraction(1, 1000), (0, 1)), "s": (1, (0, 0, 1)), "A": (1, (0, 0, 0, 1)), "K": (1, (0, 0, 0, 0, 1)),
-    "mol": (1, (0, 0, 0, 0, 0, 1)), "N": (1, (1, 1, -2)), "J": (1, (2, 1, -2)), "W": (1, (2, 1, -3)), "Pa": (1, (-1, 1, -2)),
-    "Hz": (1, (0, 0, -1)), "C": (1, (0, 0, 1, 1)), "V": (1, (2, 1, -3, -1)), "F": (1, (-2, -1, 4, 2)), "Ω": (1, (2, 1, -3, -2)),
-    "ohm": (1, (2, 1, -3, -2)), "T": (1, (0, 1, -2, -1)), "Wb": (1, (2, 1, -2, -1)), "H": (1, (2, 1, -2, -2)),
-    "S": (1, (-2, -1, 3, 2)), "Bq": (1, (0, 0, -1)), "rad": (1, ()), "sr": (1, ()), "°": ("pi/180", ()), "deg": ("pi/180", ()),
-    "%": (Fraction(1, 100), ()), "L": (Fraction(1, 1000), (3,)), "l": (Fraction(1, 1000), (3,)), "min": (60, (0, 0, 1)),
-    "h": (3600, (0, 0, 1)), "hr": (3600, (0, 0, 1)), "day": (86400, (0, 0, 1)), "yr": (31557600, (0, 0, 1)),
-    "year": (31557600, (0, 0, 1)), "eV": (Fraction("1.602176634e-19"), (2, 1, -2)), "cal": (Fraction("4.184"), (2, 1, -2)),
-    "atm": (101325, (-1, 1, -2)), "bar": (100000, (-1, 1, -2)), "mmHg": (Fraction("133.322"), (-1, 1, -2)),
-    "torr": (Fraction("133.322"), (-1, 1, -2)), "psi": (Fraction("6894.757"), (-1, 1, -2)), "Å": (Fraction(1, 10**10), (1,)),
-    "in": (Fraction("0.0254"), (1,)), "ft": (Fraction("0.3048"), (1,)), "yd": (Fraction("0.9144"), (1,)),
-    "mi": (Fraction("1609.344"), (1,)), "mph": (Fraction("0.44704"), (1, 0, -1)), "lb": (Fraction("0.45359237"), (0, 1)),
-    "u": (Fraction("1.66053907e-27"), (0, 1)), "amu": (Fraction("1.66053907e-27"), (0, 1)), "M": (1000, (-3, 0, 0, 0, 0, 1)),
-    "°C": (1, (0, 0, 0, 0, 1)), "°F": (Fraction(5, 9), (0, 0, 0, 0, 1)), "hp": (Fraction("745.7"), (2, 1, -3)),
-    "tonne": (1000, (0, 1)), "kph": (Fraction(5, 18), (1, 0, -1)),
-}  # fmt: skip
+BASE_UNITS = ("m", "g", "s", "A", "K", "mol")
+UNITS = """N kg m s-2; J N m; W J s-1; Pa N m-2; Hz s-1; C A s; V W A-1; F C V-1; Ω V A-1; ohm Ω; Wb V s; T Wb m-2; H Wb A-1;
+S A V-1; Bq s-1; L 1e-3 m3; l L; min 60 s; h 3600 s; hr h; day 24 h; yr 365.25 day; year yr; eV 1.602176634e-19 J;
+cal 4.184 J; atm 101325 Pa; bar 1e5 Pa; mmHg 133.322 Pa; torr mmHg; psi 6894.757 Pa; Å 1e-10 m; in 2.54e-2 m; ft 12 in;
+yd 3 ft; mi 1760 yd; mph mi h-1; kph km h-1; lb 453.59237 g; tonne 1e3 kg; u 1.66053907e-24 g; amu u; M mol L-1;
+hp 745.7 W; °C K; °F 5/9 K; % 1e-2; rad 1; sr 1; deg °"""
+UNITS = {line.split()[0]: line.split()[1:] for line in UNITS.split(";")} | {"°": [str(Fraction(math.pi) / 180)]}
 OFFSETS = {"°C": Fraction("273.15"), "°F": Fraction("459.67") * Fraction(5, 9)}
-SPELLED = dict(
-    pair.split("=")
-    for pair in (
-        "meter=m metre=m gram=g second=s sec=s ampere=A amp=A kelvin=K mole=mol newton=N joule=J watt=W pascal=Pa hertz=Hz "
-        "coulomb=C volt=V farad=F ohms=Ω tesla=T liter=L litre=L minute=min hour=h degree=° radian=rad celsius=°C "
-        "fahrenheit=°F percent=% angstrom=Å mile=mi foot=ft feet=ft inch=in"
-    ).split()
-)
-SPELLED_PREFIX = {"kilo": 3, "mega": 6, "giga": 9, "centi": -2, "milli": -3, "micro": -6, "nano": -9, "pico": -12}
-UNIT_TOKEN = re.compile(
-    r"(?P<name>°\s*[CF](?![a-z])|[A-Za-zµμΩÅ%°]+)|\^?\s*\{?(?P<power>[+-]?\d+)\}?|(?P<sign>[/()*])|\s+"
+SPELLED = """meter=m metre=m gram=g second=s sec=s ampere=A amp=A kelvin=K mole=mol newton=N joule=J watt=W pascal=Pa
+hertz=Hz coulomb=C volt=V farad=F ohms=Ω tesla=T liter=L litre=L minute=min hour=h degree=° radian=rad celsius=°C
+fahrenheit=°F percent=% angstrom=Å mile=mi foot=ft feet=ft inch=in"""
+SPELLED = dict(pair.split("=") for pair in SPELLED.split())
+PREFIXES = dict(zip("fpnµμumcdkMGT", (-15, -12, -9, -6, -6, -6, -3, -2, -1, 3, 6, 9, 12)))
+PREFIXES |= {"kilo": 3, "mega": 6, "giga": 9, "centi": -2, "milli": -3, "micro": -6, "nano": -9, "pico": -12}
+UNPREFIXED = {"min", "h", "hr", "day", "%", "°", "in", "ft", "mi"}
+UNIT_SIGNS = {"\\mu": "µ", "“": " ", "”": " ", "\\Omega": "Ω", "\\ohm": "Ω", "\\AA": "Å"}
+UNIT_TOKEN = re.compile(  # a name with its power, or a sign
+    r"(?P<name>°\s*[CF](?![a-z])|[A-Za-zµμΩÅ%°]+)(?:\s*\^?\s*\{?(?P<power>[+-]?\d+)\}?)?|(?P<sign>[/()*])|\s+"
 )
 
 
+@lru_cache(maxsize=1024)
 def unit_named(name):
-    """(factor, exponents, offset) of one unit, with its prefix; None when it is not known."""
-    name = name.replace(" ", "")
-    for known, exponent in [(name, 0)] + [(name[1:], PREFIXES[c]) for c in name[:1] if c in PREFIXES]:
+    """(factor, exponents of the base units) of one unit in letters or words, with its prefix; None when not known."""
+    prefixed = [(name[len(p) :], n) for p, n in PREFIXES.items() if (name.lower() if p[1:] else name).startswith(p)]
+    for known, exponent in [(name, 0), *prefixed]:
         known = SPELLED.get(known.lower(), SPELLED.get(known.lower().rstrip("s"), known)) if len(known) > 2 else known
-        if known in UNITS and (not exponent or known not in ("min", "h", "hr", "day", "%", "°", "in", "ft", "mi")):
-            return UNITS[known][0], exponent, UNITS[known][1], OFFSETS.get(known, 0)
-    for prefix, exponent in SPELLED_PREFIX.items():
-        base = name.lower().removeprefix(prefix)
-        if base != name.lower() and SPELLED.get(base, SPELLED.get(base.rstrip("s"))) in UNITS:
-            known = SPELLED.get(base, SPELLED.get(base.rstrip("s")))
-            return UNITS[known][0], exponent, UNITS[known][1], 0
+        if exponent and known in UNPREFIXED:
+            continue
+        if known in BASE_UNITS:
+            return Fraction(10) ** exponent, [int(known == base) for base in BASE_UNITS]
+        if known in UNITS:
+            scale, *parts = UNITS[known] if UNITS[known][0][0].isdigit() else (1, *UNITS[known])
+            factor, dimension, _ = read_unit(" ".join(parts))
+            return factor * Fraction(scale) * Fraction(10) ** exponent, dimension
     return None
 
 
 def read_unit(text):
     """(factor, exponents, offset) of kg m/s^2, J/(mol K), g mol^{-1}; raises Unreadable."""
-    text = (
-        re.sub(r"\\mu\s*“?\s*", "µ", text)
-        .replace("“", " ")
-        .replace("”", " ")
-        .replace("\\Omega", "Ω")
-        .replace("\\ohm", "Ω")
-        .replace("\\AA", "Å")
-    )
-    factor, dimension, offset, side, last, position, inside = Fraction(1), [0] * 6, 0, 1, None, 0, False
-    count = 0
+    factor, dimension, names, side, inside, position = Fraction(1), [0] * len(BASE_UNITS), [], 1, False, 0
     while position < len(text):
         match = UNIT_TOKEN.match(text, position)
-        if not match:
-            raise Unreadable(f"no unit: {text[:40]}")
+        if not match or match["name"] and not (unit := unit_named(match["name"].replace(" ", ""))):
+            raise Unreadable(f"no unit: {text[position:][:40]}")
         position = match.end()
         if match["sign"]:
-            side = -1 if match["sign"] == "/" else 1 if match["sign"] == ")" else side
+            side = {"/": -1, ")": 1}.get(match["sign"], side)
             inside = match["sign"] == "(" or inside and match["sign"] != ")"
-            continue
-        if match["name"] or match["power"]:
-            if match["name"]:
-                unit = unit_named(match["name"])
-                if unit is None:
-                    raise Unreadable(f"no unit: {match['name']}")
-                last, power, count, offset = (unit, side), side, count + 1, unit[3]
-            elif last is None or abs(int(match["power"])) > 12:
-                raise Unreadable("a power of nothing")
-            else:
-                power = last[1] * (int(match["power"]) - 1)
-            (value, exponent, exponents, _), _ = last
-            value = Fraction(math.pi) / 180 if value == "pi/180" else Fraction(value)
-            factor *= (value * Fraction(10) ** exponent) ** power
-            dimension = [d + e * power for d, e in zip(dimension, (*exponents, *[0] * 6))]
-            side = side if inside else 1 if match["power"] else side
-            side = 1 if match["name"] and not inside and not re.match(r"\s*\^", text[position:]) else side
-    return factor, dimension, offset if count == 1 else 0
+        elif match["name"]:
+            power = side * int(match["power"] or 1)
+            if abs(power) > 12:
+                raise Unreadable("a power out of bounds")
+            factor *= unit[0] ** power
+            dimension = [d + e * power for d, e in zip(dimension, unit[1])]
+            names.append(match["name"].replace(" ", ""))
+            side = side if inside else 1  # a slash is for one unit, or for a bracket
+    return factor, dimension, OFFSETS.get(SPELLED.get(names[0], names[0]), 0) if len(names) == 1 else 0
 
 
 def read_quantity(text):
-    """(value, unit or None) of a cleaned answer: the number is what stands before the unit. Raises Unreadable."""
+    """(value, unit or None) of an answer: the number is what stands before the unit. Raises Unreadable."""
+    text = join_thousands(clean(text))
     left, equals, right = text.rpartition("=")
     text = strip_edges(right if equals and is_name(strip_edges(left)) else text).replace("≈", "").strip()
     starts = [m.start() for m in re.finditer(r"(?<![A-Za-z\\])[A-Za-z“µμΩÅ°%]|\\(?:mu|Omega|AA)", text)][:20]
     for start in [len(text), *starts]:
-        try:
-            unit = read_unit(text[start:]) if start < len(text) else None
-            return number_value(expression(text[:start].strip(" *"))), unit
-        except Unreadable:
-            continue
+        with contextlib.suppress(Unreadable):
+            sign = re.sub(r"\\mu\s*“?\s*", "µ", text[start:])
+            for written, plain in UNIT_SIGNS.items():
+                sign = sign.replace(written, plain)
+            unit = read_unit(sign) if start < len(text) else None
+            node = expression(text[:start].strip(" *"))
+            if symbols(node) <= {"π", "e"}:
+                with contextlib.suppress(Inexact):
+                    return evaluate(node, {}, exactly), unit
+                return Fraction(approximate(node)), unit
     raise Unreadable("no number with a unit")
-
-
-def number_value(node):
-    if symbols(node) - {"π", "e"}:
-        raise Unreadable("no number")
-    try:
-        return evaluate(node, {}, exactly)
-    except Inexact:
-        return Fraction(approximate(node))
 
 
 def check_number(completion, answer):
@@ -1356,7 +1184,7 @@ def check_number(completion, answer):
     if said is None:
         return "no answer"
     with contextlib.suppress(Unreadable, OverflowError):
-        value, unit = read_quantity(THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), clean(said)))
+        value, unit = read_quantity(said)
         if gold_unit and unit:
             if gold_unit[1] != unit[1]:
                 return 0.0
@@ -1373,9 +1201,9 @@ def parse_number_answer(answer):
     try:
         task = json.loads(answer)
         tolerance = Fraction(task.get("rel_tol", 0.01))
-        assert 0 <= tolerance < 1
-        return read_quantity(clean(str(task["value"]))), tolerance
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        ensure(0 <= tolerance < 1)
+        return read_quantity(str(task["value"])), tolerance
+    except MALFORMED:
         raise TaskError('a number answer is JSON {"value": "9.81 m/s^2", "rel_tol": 0.01}') from None
 
 
@@ -1401,7 +1229,7 @@ def check_exact(completion, answer):
 # random letter (the given character is counted) or says yes because the language detector failed (here that fails).
 
 
-def at_least_or_less(count, relation, bound):
+def compare(count, relation, bound):
     if relation not in ("at least", "less than"):
         raise TaskError(f"unknown relation {relation!r}: IFEval has 'at least' and 'less than'")
     return count >= bound if relation == "at least" else count < bound
@@ -1409,11 +1237,6 @@ def at_least_or_less(count, relation, bound):
 
 def count_text(needle, text):
     return text.lower().count(needle.lower())
-
-
-def has_word(word, text):
-    """The word with no letter, digit or underscore beside an edge that is itself one: what \\bword\\b means."""
-    return re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None
 
 
 # Sentences as NLTK's punkt cuts them, without NLTK: its list of English abbreviations, and for its statistics of words that
@@ -1473,51 +1296,32 @@ def capital_words(text):
 
 def bullets(text):
     """Lines that start with - or with one *; as in the reference a lone * takes the next line with it."""
-    dashes = sum(line.lstrip().startswith("-") for line in text.split("\n"))
-    stars, lines = 0, iter(text.split("\n"))
-    for line in lines:
-        line = line.lstrip()
-        if line.startswith("*") and line[1:2] != "*":
-            stars += 1 if line[1:] or next(lines, None) is not None else 0
-    return dashes + stars
+    text = re.sub(r"^[^\S\n]+", "", text, flags=re.MULTILINE)
+    return len(re.findall(r"^\*[^*].*$|^-.*$", text, re.MULTILINE))
 
 
-def paragraphs(text):
-    """Parts between *** dividers; None when one in the middle is empty."""
-    parts = re.split(r"\s?\*\*\*\s?", text)
-    inner = [part for part in parts[1:-1] if not part.strip()]
-    return None if inner else sum(bool(part.strip()) for part in parts)
+def filled_parts(text, divider):
+    """The parts between dividers; none at all when one in the middle is blank."""
+    parts = [part.strip() for part in re.split(divider, text)]
+    return [part for part in parts if part] if all(parts[1:-1]) else []
 
 
 def paragraph_start(text, number):
     """How many paragraphs there are and the first word of one; the reference counts filled ones, but numbers all."""
-    parts = text.split("\n\n")
-    count = sum(bool(part.strip()) for part in parts)
-    if number > count or not (paragraph := parts[number - 1].strip()):
-        return None, ""
-    word = paragraph.split()[0].lstrip("'").lstrip('"')
+    parts = [part.strip() for part in text.split("\n\n")]
+    count = sum(map(bool, parts))
+    if number > count or not parts[number - 1]:
+        return None
+    word = parts[number - 1].split()[0].lstrip("'").lstrip('"')
     return count, re.split(r"[.,?!'\"]", word)[0].lower()
 
 
 def highlights(text):
-    single = [part for part in re.findall(r"\*[^\n*]*\*", text) if part.strip("*").strip()]
-    double = [part for part in re.findall(r"\*\*[^\n*]*\*\*", text) if part[2:-2].strip()]
-    return len(single) + len(double)
-
-
-def placeholders(text):
-    """Pairs [...] within a line; by str.find, since a regular expression is quadratic in unclosed brackets."""
-    count = 0
-    for line in text.split("\n"):
-        end = -1
-        while (start := line.find("[", end + 1)) >= 0 and (end := line.find("]", start)) >= 0:
-            count += 1
-    return count
-
-
-def postscript(text, marker):
-    pattern = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker) or re.escape(marker.lower())
-    return re.search(pattern, text.lower()) is not None
+    return sum(
+        bool(part[size:-size].strip(" *" if size == 1 else None))
+        for size, pattern in ((1, r"\*[^\n*]*\*"), (2, r"\*\*[^\n*]*\*\*"))
+        for part in re.findall(pattern, text)
+    )
 
 
 def is_json(text):
@@ -1531,66 +1335,47 @@ def is_json(text):
         return False
 
 
-def has_title(text):
-    """<<title>> within a line, something between."""
-    for line in text.split("\n"):
-        start, end = line.find("<<"), line.rfind(">>")
-        if 0 <= start and start + 2 < end and line[start : end + 2].lstrip("<").rstrip(">").strip():
-            return True
-    return False
+def is_title(line):
+    """<<title>>, something between. By str.find, as regular expressions are quadratic in unclosed brackets."""
+    start, end = line.find("<<"), line.rfind(">>")
+    return 0 <= start < end - 2 and line[start:end].lstrip("<").rstrip(">").strip() != ""
 
 
-def two_responses(text):
-    parts = text.split("******")
-    if any(not part.strip() for part in parts[1:-1]):
-        return False
-    parts = [part.strip() for part in parts if part.strip()]
-    return len(parts) == 2 and parts[0] != parts[1]
-
-
-def language(text):
-    """The language langdetect sees, seeded: unseeded it changes its mind on short texts. None where it sees none."""
+def in_language(text, wanted):
+    """Whether langdetect sees the language; seeded, since unseeded it changes its mind on short texts."""
     if not IN_WORKER:
         raise NeedsWorker
     from langdetect import DetectorFactory, detect
     from langdetect.lang_detect_exception import LangDetectException
 
     DetectorFactory.seed = 0
-    try:
-        return detect(text)
-    except LangDetectException:
-        return None
-
-
-def in_language(text, wanted):
-    found = language(text)
-    return found == wanted or wanted == "zh" and found in ("zh-cn", "zh-tw")
+    with contextlib.suppress(LangDetectException):  # no letters
+        return detect(text) in (wanted, *(("zh-cn", "zh-tw") if wanted == "zh" else ()))
+    return False
 
 
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
 
-IFEVAL = {
+IFEVAL = {  # instruction: a function of the text and of its arguments, by name
     "keywords:existence": lambda t, keywords: all(count_text(k, t) for k in keywords),
-    "keywords:frequency": lambda t, keyword, frequency, relation: at_least_or_less(
-        count_text(keyword, t), relation, frequency
-    ),
-    "keywords:forbidden_words": lambda t, forbidden_words: not any(has_word(w, t) for w in forbidden_words),
-    "keywords:letter_frequency": lambda t, letter, let_frequency, let_relation: at_least_or_less(
-        t.lower().count(letter.lower()), let_relation, let_frequency
-    ),
+    "keywords:frequency": lambda t, keyword, frequency, relation: compare(count_text(keyword, t), relation, frequency),
+    # a word has no letter, digit or underscore beside an edge that is itself one
+    "keywords:forbidden_words": lambda t, forbidden_words: not any(re.search(rf"\b{re.escape(w)}\b", t, re.I) for w in forbidden_words),
+    "keywords:letter_frequency": lambda t, letter, let_frequency, let_relation: compare(count_text(letter, t), let_relation, let_frequency),
     "language:response_language": lambda t, language: in_language(t, language),
-    "length_constraints:number_sentences": lambda t, num_sentences, relation: at_least_or_less(
-        sentences(t), relation, num_sentences
-    ),
-    "length_constraints:number_paragraphs": lambda t, num_paragraphs: paragraphs(t) == num_paragraphs,
-    "length_constraints:number_words": lambda t, num_words, relation: at_least_or_less(
-        len(re.findall(r"\w+", t)), relation, num_words
-    ),
+    "length_constraints:number_sentences": lambda t, num_sentences, relation: compare(sentences(t), relation, num_sentences),
+    "length_constraints:number_paragraphs": lambda t, num_paragraphs: len(filled_parts(t, r"\s?\*\*\*\s?")) == num_paragraphs,
+    "length_constraints:number_words": lambda t, num_words, relation: compare(len(re.findall(r"\w+", t)), relation, num_words),
     "length_constraints:nth_paragraph_first_word": lambda t, num_paragraphs, nth_paragraph, first_word: (
         paragraph_start(t, nth_paragraph) == (num_paragraphs, first_word.lower())
     ),
-    "detectable_content:number_placeholders": lambda t, num_placeholders: placeholders(t) >= num_placeholders,
-    "detectable_content:postscript": lambda t, postscript_marker: postscript(t, postscript_marker),
+    "detectable_content:number_placeholders": lambda t, num_placeholders: (
+        sum("[" in part for line in t.split("\n") for part in line.split("]")[:-1]) >= num_placeholders
+    ),
+    "detectable_content:postscript": lambda t, postscript_marker: (
+        re.search(POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), t.lower()) is not None
+    ),
     "detectable_format:number_bullet_lists": lambda t, num_bullets: bullets(t) == num_bullets,
     "detectable_format:constrained_response": lambda t: any(option in t for option in CONSTRAINED),
     "detectable_format:number_highlighted_sections": lambda t, num_highlights: highlights(t) >= num_highlights,
@@ -1598,58 +1383,62 @@ IFEVAL = {
         len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", t)) >= num_sections
     ),
     "detectable_format:json_format": is_json,
-    "detectable_format:title": has_title,
-    "combination:two_responses": two_responses,
-    "combination:repeat_prompt": lambda t, prompt_to_repeat: (
-        t.strip().lower().startswith(prompt_to_repeat.strip().lower())
-    ),
+    "detectable_format:title": lambda t: any(map(is_title, t.split("\n"))),
+    "combination:two_responses": lambda t: len(parts := filled_parts(t, r"\*{6}")) == 2 and parts[0] != parts[1],
+    "combination:repeat_prompt": lambda t, prompt_to_repeat: t.strip().lower().startswith(prompt_to_repeat.strip().lower()),
     "startend:end_checker": lambda t, end_phrase: t.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
     "startend:quotation": lambda t: len(t.strip()) > 1 and t.strip()[0] == t.strip()[-1] == '"',
-    "change_case:capital_word_frequency": lambda t, capital_frequency, capital_relation: at_least_or_less(
-        capital_words(t), capital_relation, capital_frequency
+    "change_case:capital_word_frequency": lambda t, capital_frequency, capital_relation: (
+        compare(capital_words(t), capital_relation, capital_frequency)
     ),
     "change_case:english_capital": lambda t: t.isupper() and in_language(t, "en"),
     "change_case:english_lowercase": lambda t: t.islower() and in_language(t, "en"),
     "punctuation:no_comma": lambda t: "," not in t,
-}
+}  # fmt: skip
 
 
 def check_ifeval(completion, answer):
     """All-or-nothing over the instructions of a prompt; with "partial": true in the answer, the share that is met."""
-    task = parse_ifeval_answer(answer)
+    instructions, partial = parse_ifeval_answer(answer)
     text = strip_thinking(completion)
     if not text.strip():
         return "no answer"
-    met = [IFEVAL[name](text, **kwargs) for name, kwargs in task["instructions"]]
-    return sum(met) / len(met) if task["partial"] else float(all(met))
+    met = [IFEVAL[name](text, **kwargs) for name, kwargs in instructions]
+    return sum(met) / len(met) if partial else float(all(met))
 
 
 @lru_cache(maxsize=4096)
 def parse_ifeval_answer(answer):
-    """The instructions of an answer as (id, kwargs), checked; raises TaskError for what is not known: a type that is
-    passed over in silence would pay every answer."""
+    """([(id, kwargs), ...], partial) of an answer; raises TaskError for what is not known: a type that is passed over in
+    silence would pay every answer."""
     try:
         task = json.loads(answer)
-        pairs = list(zip(task["instruction_id_list"], task.get("kwargs") or [{}] * len(task["instruction_id_list"])))
-        pairs = [(name, {k: v for k, v in (kwargs or {}).items() if v is not None}) for name, kwargs in pairs]
-        assert pairs and len(pairs) == len(task["instruction_id_list"])
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
+        ids, kwargs = task["instruction_id_list"], task.get("kwargs") or [{}] * len(task["instruction_id_list"])
+        pairs = [(name, {k: v for k, v in (given or {}).items() if v is not None}) for name, given in zip(ids, kwargs)]
+        ensure(pairs and len(pairs) == len(ids))
+    except MALFORMED:
         raise TaskError('an ifeval answer is JSON {"instruction_id_list": [...], "kwargs": [{...}, ...]}') from None
-    for name, kwargs in pairs:
+    for name, given in pairs:
         if name not in IFEVAL:
             raise TaskError(f"unknown instruction {name!r}: only the 25 of Google's IFEval are checked (not IFBench's)")
-        wanted = set(IFEVAL[name].__code__.co_varnames[1 : IFEVAL[name].__code__.co_argcount])
-        if set(kwargs) != wanted:
-            raise TaskError(f"{name} takes {sorted(wanted) or 'no arguments'}, got {sorted(kwargs)}")
-        for key, value in kwargs.items():
-            if key.endswith("relation"):
-                at_least_or_less(0, value, 0)
-    return {"instructions": pairs, "partial": bool(task.get("partial"))}
+        if ("language" in name or name.startswith("change_case:english")) and not has_langdetect():
+            raise TaskError("this task needs language detection: pip install langdetect")
+        try:
+            IFEVAL[name]("", **given)  # a trial shows arguments that are missing, unknown or of a wrong type
+        except NeedsWorker:
+            pass
+        except (TypeError, AttributeError) as error:
+            raise TaskError(
+                f"{name} has wrong arguments {given}: {str(error).replace('<lambda>()', 'it is')}"
+            ) from None
+    return pairs, bool(task.get("partial"))
 
 
-def needs_langdetect(answer):
-    names = ("language:response_language", "change_case:english_capital", "change_case:english_lowercase")
-    return any(name in names for name, _ in parse_ifeval_answer(answer)["instructions"])
+@lru_cache(maxsize=1)
+def has_langdetect():
+    import importlib.util
+
+    return importlib.util.find_spec("langdetect") is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1660,31 +1449,23 @@ def needs_langdetect(answer):
 # their number is not. In an answer "accept" lists more values for an argument and "optional" names those that may be absent;
 # BFCL's own form {"name": {"argument": [value, value, ""]}} is read too, where "" means optional.
 
-CALL_BLOCK = re.compile(
+CALL_BLOCK = re.compile(  # <tool_call>...</tool_call>, or a fence
     r"<(tool_call|function_call)>(.*?)(?:</\1>|\Z)|^[ \t]*```[\w]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
-)
-LOOSE = re.compile(r"[ ,./\-_*^]")
+)  # fmt: skip
 
 
 def check_tool(completion, answer):
     """1 when the calls in the completion are those of the answer."""
     wanted = parse_tool_answer(answer)
     text = strip_thinking(completion).strip()
-    blocks = [(m[2] or m[3] or "").strip() for m in CALL_BLOCK.finditer(text)] or [
-        text.removeprefix("[TOOL_CALLS]").strip()
-    ]
+    blocks = [(m[2] or m[3] or "").strip() for m in CALL_BLOCK.finditer(text)]
     try:
-        said = [call for block in blocks for call in read_calls(block)]
-    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, MemoryError, RecursionError):
+        said = [call for block in blocks or [text.removeprefix("[TOOL_CALLS]").strip()] for call in read_calls(block)]
+    except (*MALFORMED, MemoryError):
         return "no answer"
-    if len(said) != len(wanted):
-        return 0.0 if said else "no answer"
-    for call in wanted:
-        match = next((i for i, other in enumerate(said) if same_call(other, call)), None)
-        if match is None:
-            return 0.0
-        said.pop(match)
-    return 1.0
+    if not said:
+        return "no answer"
+    return float(len(said) == len(wanted) and all_matched(wanted, said, same_call))
 
 
 def read_calls(text):
@@ -1692,36 +1473,30 @@ def read_calls(text):
     try:
         data = json.loads(text)
     except ValueError:
-        if not IN_WORKER:  # a hostile expression can exhaust the stack of Python's parser
-            raise NeedsWorker from None
-        nodes = ast.parse(text.strip()).body
-        nodes = [node.value for node in nodes if isinstance(node, ast.Expr)] if len(nodes) < 50 else []
-        nodes = [part for node in nodes for part in (node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node])]
-        return [(ast.unparse(n.func), python_arguments(n)) for n in nodes]
-    if isinstance(data, dict) and "tool_calls" in data:
-        data = data["tool_calls"]
-    return [json_call(item) for item in (data if isinstance(data, list) else [data])]
+        return python_calls(text)
+    data = data["tool_calls"] if isinstance(data, dict) and "tool_calls" in data else data
+    calls = []
+    for call in data if isinstance(data, list) else [data]:
+        call = call["function"] if isinstance(call.get("function"), dict) else call
+        key = next((key for key in ("arguments", "parameters", "args") if key in call), "input")
+        arguments = json.loads(call[key]) if isinstance(call[key], str) else call[key]
+        calls.append((str(call["name"]), dict(arguments)))
+    return calls
 
 
-def python_arguments(node):
-    if (
-        node.args
-        or any(k.arg is None for k in node.keywords)
-        or len({k.arg for k in node.keywords}) < len(node.keywords)
-    ):
-        raise ValueError("arguments need names")
-    return {k.arg: ast.literal_eval(k.value) for k in node.keywords}
+def python_calls(text):
+    if not IN_WORKER:  # a hostile expression can exhaust the stack of Python's parser
+        raise NeedsWorker
+    nodes = [node.value for node in ast.parse(text.strip()).body if isinstance(node, ast.Expr)][:50]
+    nodes = [part for node in nodes for part in (node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node])]
+    for node in nodes:
+        names = [keyword.arg for keyword in node.keywords]
+        ensure(not node.args and None not in names and len({*names}) == len(names))  # arguments need names
+    return [(ast.unparse(n.func), {k.arg: ast.literal_eval(k.value) for k in n.keywords}) for n in nodes]
 
 
-def json_call(item):
-    item = item.get("function") if isinstance(item.get("function"), dict) else item
-    arguments = next(item[key] for key in ("arguments", "parameters", "args", "input") if key in item or key == "input")
-    return str(item["name"]), dict(json.loads(arguments) if isinstance(arguments, str) else arguments)
-
-
-def same_call(said, wanted):
-    name, arguments = said
-    accept, optional = wanted["accept"], wanted["optional"]
+def same_call(wanted, said):
+    (name, arguments), accept, optional = said, wanted["accept"], wanted["optional"]
     if name != wanted["name"] or not accept.keys() - optional <= arguments.keys() <= accept.keys():
         return False
     return all(any(same_argument(value, good) for good in accept[key]) for key, value in arguments.items())
@@ -1729,10 +1504,8 @@ def same_call(said, wanted):
 
 def same_argument(said, good):
     if isinstance(good, str) and isinstance(said, str):
-        return (
-            said == good
-            or LOOSE.sub("", said).lower().replace("'", '"') == LOOSE.sub("", good).lower().replace("'", '"') != ""
-        )
+        a, b = (re.sub(r"[ ,./\-_*^]", "", text).lower().replace("'", '"') for text in (said, good))
+        return said == good or a == b != ""
     if isinstance(good, list):
         return isinstance(said, (list, tuple)) and len(said) == len(good) and all(map(same_argument, said, good))
     if isinstance(good, dict):
@@ -1748,19 +1521,18 @@ def parse_tool_answer(answer):
     try:
         calls = []
         for call in json.loads(answer)["calls"]:
-            if "name" not in call:  # BFCL's form
+            if "name" in call:
+                name, optional = call["name"], set(call.get("optional", []))
+                accept = {key: [value] for key, value in call["arguments"].items()}
+                accept |= {key: [*accept.get(key, []), *values] for key, values in call.get("accept", {}).items()}
+            else:  # BFCL's form
                 ((name, accept),) = call.items()
-                optional = {key for key, values in accept.items() if "" in values}
-                calls.append({"name": name, "accept": {k: list(v) for k, v in accept.items()}, "optional": optional})
-                continue
-            accept = {key: [value] for key, value in call["arguments"].items()}
-            accept |= {key: [*accept.get(key, []), *values] for key, values in call.get("accept", {}).items()}
-            calls.append({"name": call["name"], "accept": accept, "optional": set(call.get("optional", []))})
-        assert calls and all(
-            isinstance(call["name"], str) and call["optional"] <= call["accept"].keys() for call in calls
-        )
+                optional = {key for key, values in accept.items() if "" in list(values)}
+            ensure(isinstance(name, str) and optional <= accept.keys())
+            calls.append({"name": name, "accept": accept, "optional": optional})
+        ensure(calls)
         return calls
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
+    except MALFORMED:
         raise TaskError('a tool answer is JSON {"calls": [{"name": "f", "arguments": {"x": 1}}, ...]}') from None
 
 
@@ -1789,11 +1561,9 @@ def extract_code(completion, names=()):
         position = close.end() if close else len(text)
         if not close and body.rstrip().endswith(ticks):  # print(a + b)```
             body = body.rstrip()[: -len(ticks)]
-        if fence[0].lstrip(" ").startswith(">"):
+        if fence[0].lstrip(" ").startswith(">"):  # a quotation
             body = re.sub(r"^[ ]*>[ ]?", "", body, flags=re.MULTILINE)
-        if (
-            not body.strip() and not close and not tag and i == 0
-        ):  # only a closing fence: the prompt has opened the block
+        if not body.strip() and not close and not tag and i == 0:  # the prompt had opened the block
             plain.append(text[: fence.start()])
         elif body.strip() and (not tag or PYTHON_TAG.fullmatch(tag)):
             (python if tag else plain).append(textwrap.dedent(body) if body[:1] in " \t" else body)
@@ -1807,10 +1577,9 @@ def extract_code(completion, names=()):
 def check_code(completion, answer, worker, timeout):
     """Score of a program, or why there is none. `worker` runs it; what it returns or prints is compared here."""
     task = parse_code_answer(answer)
-    code = extract_code(completion, task["wanted"])
-    if code is None or len(code) > MAX_CODE:
+    job = {"code": extract_code(completion, task["wanted"]), "seconds": timeout}
+    if not job["code"] or len(job["code"]) > MAX_CODE:
         return "no answer"
-    job = {"code": code, "seconds": timeout}
     if task["type"] == "stdin":
         for text, expected in task["cases"]:
             reply = worker.call(job | {"do": "program", "stdin": text}, timeout)
@@ -1819,17 +1588,14 @@ def check_code(completion, answer, worker, timeout):
         return 1.0
     job["imports"] = task["imports"]
     if task["type"] == "function":
-        reply = worker.call(job | {"do": "function", "cls": task.get("cls"), "calls": task["calls"]}, timeout)
-        if "timeout" in reply:
-            return "timeout"
-        try:  # the program may have written anything
-            values = decode(json.loads(reply["values"]))
-            right = [task["same"](value, expected) for value, expected in zip(values, task["expected"])]
-            return float(len(values) == len(right) == len(task["calls"]) and all(right))
-        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-            return 0.0
-    tests = {"setup": task["setup"], "asserts": task["asserts"]}
-    reply = worker.call(job | {"do": "tests", "names": task["names"]}, timeout, tests)
+        reply = worker.call(job | {"do": "function", "calls": task["calls"]}, timeout)
+        with contextlib.suppress(*MALFORMED, LookupError, ArithmeticError):  # the program may have written anything
+            if "timeout" not in reply:
+                values = decode(json.loads(reply["values"]))
+                return float(len(values) == len(task["calls"]) and all(map(task["same"], values, task["expected"])))
+    else:
+        tests = {"setup": task["setup"], "asserts": task["asserts"]}
+        reply = worker.call(job | {"do": "tests", "names": task["wanted"]}, timeout, tests)
     return "timeout" if "timeout" in reply else float(reply.get("passed", False))
 
 
@@ -1837,28 +1603,30 @@ def check_code(completion, answer, worker, timeout):
 def parse_code_answer(answer):
     """The answer of a code task as a dictionary, checked; raises TaskError."""
     try:
-        task = json.loads(answer)
-        task |= {"imports": "", "wanted": ()}
+        task = {"imports": "", "wanted": ()} | json.loads(answer)
         if task["type"] == "stdin":
-            assert task["cases"] and all(isinstance(a, str) and isinstance(b, str) for a, b in task["cases"])
+            ensure(task["cases"] and all(isinstance(text, str) for case in task["cases"] for text in case))
+            ensure(all(len(case) == 2 for case in task["cases"]))
         elif task["type"] == "function":
-            assert (
-                task["cases"] and isinstance(task["name"], str) and all(isinstance(a, list) for a, _ in task["cases"])
-            )
-            task["calls"] = [[task["name"], encode(arguments)] for arguments, _ in task["cases"]]
-            task["expected"], task["same"] = [expected for _, expected in task["cases"]], same_value
-            task["wanted"] = (task.get("cls") or task["name"],)
+            ensure(task["cases"] and all(isinstance(arguments, list) for arguments, _ in task["cases"]))
+            target = ".".join(filter(None, (task.get("cls"), task["name"])))
+            task["calls"] = [[target, encode(arguments)] for arguments, _ in task["cases"]]
+            task |= {"expected": [expected for _, expected in task["cases"]], "same": same_value}
+            task["wanted"] = (target.split(".")[0],)
         elif task["type"] == "assert":
-            assert task["asserts"] and all(isinstance(line, str) for line in task["asserts"])
+            ensure(task["asserts"] and all(isinstance(line, str) for line in task["asserts"]))
             parse_asserts(task)
         else:
             raise KeyError(task["type"])
-    except (ValueError, KeyError, TypeError, AssertionError, RecursionError, SyntaxError) as error:
+    except MALFORMED as error:
         raise TaskError(
             'a code answer is JSON {"type": "stdin" | "function" | "assert", ...} with "cases" or "asserts" '
             f"({type(error).__name__}: {str(error)[:80]})"
         ) from None
     return task
+
+
+BUILTINS = set(dir(builtins))
 
 
 def parse_asserts(task):
@@ -1869,17 +1637,16 @@ def parse_asserts(task):
     imports = [
         n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) and getattr(n, "module", "") != "__future__"
     ]
+    used = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     bound = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     bound |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler))}
     bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
     bound |= {(a.asname or a.name).split(".")[0] for n in imports for a in n.names}
-    used = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    task["names"] = sorted(used - bound - BUILTINS | ({task["entry_point"]} if task.get("entry_point") else set()))
-    if not task["names"]:  # a solution may be called sum
-        task["names"] = sorted(
-            {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} - bound
-        )
-    task["imports"], task["wanted"] = "\n".join(map(ast.unparse, imports)), tuple(task["names"])
+    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    names = (
+        used - bound - BUILTINS | {*filter(None, [task.get("entry_point")])} or called - bound
+    )  # it may be called sum
+    task |= {"imports": "\n".join(map(ast.unparse, imports)), "wanted": tuple(sorted(names))}
     calls, expected = [], []
     for node in tree.body:
         match node:
@@ -1895,11 +1662,15 @@ def parse_asserts(task):
                 pass
             case _:
                 return
-    if {name for name, _ in calls} <= set(task["names"]):
-        task.update(type="function", calls=calls, expected=expected, same=lambda value, right: bool(value == right))
+    if {name for name, _ in calls} <= names:
+        task |= {
+            "type": "function",
+            "calls": calls,
+            "expected": expected,
+            "same": lambda value, right: bool(value == right),
+        }
 
 
-BUILTINS = set(dir(builtins))
 DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d+)?")
 
 
@@ -1912,11 +1683,12 @@ def same_output(printed, expected):
     lines, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (printed, expected))
     if list(map(len, lines)) != list(map(len, wanted)):
         return False
-    pairs = [pair for line, want in zip(lines, wanted) for pair in zip(line, want)]
-    return all(token == target or "." in target and close_decimals(token, target) for token, target in pairs)
+    return all(same_token(*pair) for line, want in zip(lines, wanted) for pair in zip(line, want))
 
 
-def close_decimals(token, target):
+def same_token(token, target):
+    if token == target or "." not in target:
+        return token == target
     readable = all(DECIMAL.fullmatch(text) and len(text) < 400 for text in (token, target))
     return bool(readable) and math.isclose(float(token), float(target), rel_tol=1e-6, abs_tol=1e-6)
 
@@ -1929,7 +1701,7 @@ def same_value(value, expected):
         if type(value) is not dict or len(value) != len(expected):
             return False
         keys = {k if isinstance(k, str) else json.dumps(k): v for k, v in value.items() if not isinstance(k, tuple)}
-        return len(keys) == len(expected) and all(k in keys and same_value(keys[k], v) for k, v in expected.items())
+        return keys.keys() == expected.keys() and all(same_value(keys[k], v) for k, v in expected.items())
     if isinstance(expected, bool) or expected is None or isinstance(expected, str):
         return type(value) is type(expected) and value == expected
     if isinstance(expected, float):
@@ -1946,34 +1718,24 @@ def same_value(value, expected):
 # HumanEval check) run in a second child that never loads the solution: the names of the solution are stubs there, which
 # send arguments to the first child and get plain values back.
 
-ADDRESS_SPACE = 1 << 30  # bytes
 MAX_OUTPUT = 4 << 20  # bytes of stdout, of a result, of a file
-MAX_PROCESSES, MAX_FILES = 64, 64
+LIMITS = {"AS": 1 << 30, "FSIZE": MAX_OUTPUT, "NOFILE": 64, "NPROC": 64, "CORE": 0}  # memory, files, processes
 MAX_DEPTH = 60  # of a returned value
-NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC = 0x20000, 0x10000000, 0x20000000, 0x40000000, 0x8000000  # linux/sched.h
-MS_NOSUID, MS_BIND, MS_REC, MS_PRIVATE = 2, 0x1000, 0x4000, 0x40000  # linux/mount.h
 SCRATCH = "/scratch"  # the folder of a program, where the root is ours
-SIMPLE = (bool, str, float, type(None))
-
-
-CODECS = [  # (type, its name in a message, to JSON, from JSON)
-    (int, "int", hex, lambda body: int(body, 16)),
-    (bytes, "bytes", bytes.hex, bytes.fromhex),
-    (complex, "complex", lambda v: [v.real, v.imag], lambda body: complex(*body)),
-    (
-        Fraction,
-        "fraction",
-        lambda v: [hex(v.numerator), hex(v.denominator)],
-        lambda body: Fraction(*(int(n, 16) for n in body)),
-    ),
-    (type, "type", lambda v: vars(builtins).get(v.__name__) is v and v.__name__, lambda body: TYPES[body]),
-]
-SEQUENCES, MAPPINGS = (
-    {"tuple": tuple, "set": set, "frozenset": frozenset},
-    {dict},
-)  # and the dictionaries of collections
+WARM = (
+    "collections heapq bisect itertools functools math string re typing copy operator".split()
+)  # what programs import
+TYPING = {}  # names that LeetCode's solutions use without an import, filled in the worker
+MAPPINGS = {dict}  # and the dictionaries of collections, in the worker
 TYPES = {name: value for name, value in vars(builtins).items() if type(value) is type}
-TYPING = {}  # names that LeetCode's solutions use without an import
+SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
+CODECS = {  # name in a message: (type, to JSON, from JSON)
+    "int": (int, hex, lambda body: int(body, 16)),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "complex": (complex, lambda v: [v.real, v.imag], lambda body: complex(*body)),
+    "fraction": (Fraction, str, Fraction),
+    "type": (type, lambda v: TYPES.get(v.__name__) is v and v.__name__, lambda body: TYPES[body]),
+}
 
 
 def encode(value, keep=None, depth=0):
@@ -1981,7 +1743,7 @@ def encode(value, keep=None, depth=0):
     kind, again = type(value), lambda v: encode(v, keep, depth + 1)
     if depth > MAX_DEPTH:
         raise ValueError("too deep")
-    if kind in SIMPLE or kind is int and abs(value) < 1 << 60:
+    if kind in (bool, str, float, type(None)) or kind is int and abs(value) < 1 << 60:
         return value
     if kind is list:
         return [again(v) for v in value]
@@ -1989,10 +1751,14 @@ def encode(value, keep=None, depth=0):
         return {kind.__name__: [again(v) for v in value]}
     if kind in MAPPINGS:
         return {"dict": [[again(k), again(v)] for k, v in dict(value).items()]}
-    for known, name, to_json, _ in CODECS:
+    for name, (known, to_json, _) in CODECS.items():
         if kind is known:
             return {name: to_json(value)}
-    if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and type(value.item()) in (int, *SIMPLE):
+    if (
+        kind.__module__ == "numpy"
+        and getattr(value, "shape", None) == ()
+        and type(value.item()) in (bool, int, float, str)
+    ):
         return value.item()
     return {"handle": keep(value)} if keep else {"?": kind.__name__}
 
@@ -2008,9 +1774,8 @@ def decode(data, handle=None):
         return SEQUENCES[kind](decode(v, handle) for v in body)
     if kind == "dict":
         return {decode(k, handle): decode(v, handle) for k, v in body}
-    for _, name, _, from_json in CODECS:
-        if kind == name:
-            return from_json(body)
+    if kind in CODECS:
+        return CODECS[kind][2](body)
     return handle(body) if handle and kind == "handle" else NOTHING
 
 
@@ -2047,18 +1812,16 @@ def receive(fd, deadline=None):
     return json.loads(data[8:])
 
 
-def worker_main():
+def worker_main(isolation, user):
     """Serves jobs from standard input until it closes, which it does when the caller ends, however it ends."""
     global IN_WORKER
     IN_WORKER = True
-    sandbox = Sandbox()
-    jobs, replies = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
+    jobs, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
+    sandbox = Sandbox(isolation == "namespaces", user == "0", jobs, replies)
     for name in WARM:
-        with contextlib.suppress(ImportError):
-            __import__(name)
+        __import__(name)
     import collections
     import typing
 
@@ -2066,8 +1829,7 @@ def worker_main():
     os.environ.update(PATH="/usr/bin:/bin", HOME=SCRATCH, TMPDIR=SCRATCH, LANG="C.UTF-8", OPENBLAS_NUM_THREADS="1")
     TYPING.update({n: getattr(typing, n) for n in "Any Callable Dict List Optional Set Tuple Union".split()})
     MAPPINGS.update({collections.Counter, collections.OrderedDict, collections.defaultdict})
-    sandbox.jobs, sandbox.private = jobs, (jobs, replies)
-    send(replies, {"isolation": sandbox.isolation})
+    send(replies, "ready")
     gc.freeze()  # fewer pages to copy after a fork
     while True:
         try:
@@ -2077,64 +1839,31 @@ def worker_main():
         send(replies, JOBS[job.pop("do")](sandbox, **job))
 
 
-WARM = (
-    "collections heapq bisect itertools functools math string re typing copy operator".split()
-)  # what programs import
-
-
 class Sandbox:
-    """Where children run: Linux namespaces where the system lets us, limits of the process elsewhere."""
+    """Where children run: with a root folder of our own in Linux namespaces, else with limits of the process only."""
 
-    def __init__(self):
-        self.root = os.geteuid() == 0
+    def __init__(self, isolated, root, jobs, replies):
+        self.isolated, self.root, self.linux = isolated, root, sys.platform == "linux"
+        self.jobs, self.private, self.children = jobs, {jobs, replies}, []
         self.uid = 64000 + os.getpid() % 1000  # for the children of root: its own count of processes, no rights
         self.libc = ctypes.CDLL(None, use_errno=True)
-        self.isolation, self.children, self.private, self.jobs = "limits", [], (), -1
-        limits = {"AS": ADDRESS_SPACE, "FSIZE": MAX_OUTPUT, "NOFILE": MAX_FILES, "NPROC": MAX_PROCESSES, "CORE": 0}
-        numbers = {name: getattr(resource, f"RLIMIT_{name}", None) for name in limits}
-        self.limits = [(numbers[name], value) for name, value in limits.items() if numbers[name] is not None]
-        if sys.platform == "linux":
+        if isolated:
+            self.build_root()
+        elif self.linux:
             self.libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of a child become ours, and die with it
-            try:
-                self.enter()
-                self.isolation = "namespaces"
-            except OSError as error:
-                self.isolation = f"limits only, with the network and the files of this user ({error})"
 
     def ok(self, result, what):
         if result != 0:
             raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
-    def enter(self):
-        """Moves to a file system with nothing but the interpreter, read only, without network, and becomes the first of
-        its own processes: kill(-1) reaches all others, nobody's reaches it. Raises OSError where that is not allowed."""
-        flags = NEWNS | NEWPID | NEWNET | NEWIPC | (0 if self.root else NEWUSER)
-        trial = os.fork()  # half a namespace would be worse than none
-        if trial == 0:
-            os._exit(ctypes.get_errno() if self.libc.unshare(flags) else 0)
-        if error := os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1]):
-            raise OSError(error, f"unshare: {os.strerror(error)}")
-        user, group = os.geteuid(), os.getegid()
-        self.ok(self.libc.unshare(flags), "unshare")
-        if not self.root:
-            for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-                Path("/proc/self", name).write_text(text)
-        child = os.fork()  # the first child is in the new namespace; this process only waits for it
-        if child:
-            os.close(0), os.close(1)
-            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
-        self.libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: gone with the process that waits
-        self.build_root()
-
-    def mount(self, source, target, kind=None, flags=0, data=None):
+    def mount(self, source, target, kind=None, flags=2, data=None):  # MS_NOSUID
         source, target, kind, data = (None if x is None else os.fsencode(x) for x in (source, target, kind, data))
         self.ok(self.libc.mount(source, target, kind, flags, data), f"mount {os.fsdecode(target)}")
 
     def build_root(self):
         """A root folder of bind mounts: system libraries, the interpreter, /dev/null; the old root is let go."""
-        self.mount("none", "/", flags=MS_REC | MS_PRIVATE)
         new = "/sys"  # any folder that Python does not live in
-        self.mount("tmpfs", new, "tmpfs", MS_NOSUID, "size=1m,mode=755")
+        self.mount("tmpfs", new, "tmpfs", data="size=1m,mode=755")
         wanted = ["/usr", "/lib", "/lib64", "/bin", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"]
         wanted += ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", os.path.dirname(os.__file__)]
         wanted += [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))]
@@ -2146,41 +1875,41 @@ class Sandbox:
                 os.makedirs(new + (path if os.path.isdir(path) else os.path.dirname(path)), exist_ok=True)
                 if not os.path.isdir(path):
                     Path(new + path).touch()
-                self.mount(path, new + path, flags=MS_BIND | MS_REC)
+                self.mount(path, new + path, flags=0x5000)  # MS_BIND | MS_REC
                 bound.append(path)
-        for name in ("proc", "dev/shm", "old", SCRATCH):
-            os.makedirs(f"{new}/{name.strip('/')}", exist_ok=True)
+        for name in ("/proc", "/dev/shm", "/old", SCRATCH):
+            os.makedirs(new + name, exist_ok=True)
         if not os.path.exists(f"{new}/tmp"):
             os.symlink(SCRATCH, f"{new}/tmp")
         for name, target in (("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2"), ("fd", "")):
             os.symlink("/proc/self/fd" + target, f"{new}/dev/{name}")
-        self.mount("proc", f"{new}/proc", "proc", MS_NOSUID)
+        self.mount("proc", f"{new}/proc", "proc")
         os.chdir(new)
         self.ok(self.libc.pivot_root(b".", b"old"), "pivot_root")
         os.chdir("/")
         self.ok(self.libc.umount2(b"/old", 2), "umount /old")  # MNT_DETACH
         read_only = (ctypes.c_uint64 * 4)(
             1, 0, 0, 0
-        )  # mount_setattr, for all mounts below; its number is 442 everywhere
+        )  # by mount_setattr for all mounts below; its number is 442 everywhere
         self.ok(self.libc.syscall(442, -100, b"/", 0x8000, read_only, ctypes.sizeof(read_only)), "mount_setattr")
-        self.fresh_folder()
+        self.fresh_folders()
 
-    def fresh_folder(self):
+    def fresh_folders(self):
         """New file systems for scratch: what a program left is gone, however it is nested or locked."""
         for path, size in ((SCRATCH, "size=64m,nr_inodes=4k"), ("/dev/shm", "size=16m,nr_inodes=1k")):
             self.libc.umount2(path.encode(), 2)
-            self.mount("tmpfs", path, "tmpfs", MS_NOSUID, size + ",mode=1777")
+            self.mount("tmpfs", path, "tmpfs", data=size + ",mode=1777")
 
     def spawn(self, body, seconds, keep=()):
         """Forks a child that runs body() with limits in an empty folder; returns its process id."""
         if not self.children:
-            self.folder = SCRATCH if self.isolation == "namespaces" else make_folder()
+            self.folder = SCRATCH if self.isolated else temporary_folder()
         pid = os.fork()
         if pid:
             self.children.append(pid)
             return pid
         try:
-            for fd in {*self.private} - {*keep}:
+            for fd in self.private - {*keep}:
                 os.close(fd)
             self.confine(seconds)
             body()
@@ -2191,78 +1920,65 @@ class Sandbox:
         """What a child does before it runs the code of others."""
         os.setsid()
         os.chdir(self.folder)
-        if self.folder != SCRATCH:
-            os.environ.update(HOME=self.folder, TMPDIR=self.folder)
-        for number, value in [*self.limits, (resource.RLIMIT_CPU, math.ceil(seconds) + 1)]:
-            with contextlib.suppress(ValueError, OSError):  # macOS refuses some
-                resource.setrlimit(number, (value, value))
+        os.environ.update(HOME=self.folder, TMPDIR=self.folder)
+        for name, value in [*LIMITS.items(), ("CPU", math.ceil(seconds) + 1)]:
+            with contextlib.suppress(ValueError, OSError, AttributeError):  # macOS refuses some
+                resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
         if self.root:
-            if self.folder != SCRATCH:
+            if not self.isolated:
                 os.chown(".", self.uid, self.uid)
             os.setgroups([]), os.setgid(self.uid), os.setuid(self.uid)
             if not os.access(os.__file__, os.R_OK):  # Python in /root, and no mount to reach it by
                 raise PermissionError(f"programs run as user {self.uid}, who cannot read {os.__file__}")
-        elif self.isolation == "namespaces":
-            for capability in range(41):
-                self.libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+        elif self.isolated:
             version, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-            self.ok(self.libc.capset(version, none), "capset")
-        if sys.platform == "linux":
+            self.ok(self.libc.capset(version, none), "capset")  # no rights in the namespaces either
+        if self.linux:
             self.libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
 
     def wait(self, pid, seconds):
         """Exit code of a child, or None when its time was up; all children and what descends from them end here."""
-        deadline, code, pause = time.monotonic() + seconds, None, 0.0005
+        deadline, code = time.monotonic() + seconds, None
         watch = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
         while code is None and (left := deadline - time.monotonic()) > 0:
-            if watch is not None:
-                select.select([watch], [], [], left)
-            else:
-                time.sleep(pause)
-                pause = min(pause * 2, 0.02)
+            select.select([watch], [], [], left) if watch else time.sleep(0.002)
             done, status = os.waitpid(pid, os.WNOHANG)
             code = os.waitstatus_to_exitcode(status) if done else None
-        if watch is not None:
+        if watch:
             os.close(watch)
         self.end_children()
         return code
 
     def end_children(self):
-        if self.isolation == "namespaces":
-            self.kill(-1)
-        for pid in self.children:
-            self.kill(-pid)  # its process group, and itself
-            self.kill(pid)
         orphans = Path(f"/proc/self/task/{os.getpid()}/children")  # on Linux: with those that had left the group
+        doomed = [-1] if self.isolated else [*(-pid for pid in self.children), *self.children]
         while True:
-            if self.isolation != "namespaces" and orphans.exists():
-                for orphan in orphans.read_text().split():
-                    self.kill(int(orphan))
+            for pid in doomed:  # -1 is every other process here, -pid a process group
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:
                 break
+            if not self.isolated:
+                doomed = map(int, orphans.read_text().split()) if orphans.exists() else []
         self.children = []
-        if self.folder != SCRATCH:
-            remove_tree(self.folder)
-        else:
-            with contextlib.suppress(OSError):
-                os.unlink(f"{SCRATCH}/solution.py")
-            if any(os.listdir(path) or os.stat(path).st_mode != 0o41777 for path in (SCRATCH, "/dev/shm")):
-                self.fresh_folder()
-
-    def kill(self, pid):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+        if not self.isolated:
+            remove_folder(self.folder)
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(f"{SCRATCH}/solution.py")
+        if any(os.listdir(path) or os.stat(path).st_mode != 0o41777 for path in (SCRATCH, "/dev/shm")):
+            self.fresh_folders()
 
 
-def make_folder():
+def temporary_folder():
     import tempfile
 
     return tempfile.mkdtemp(prefix="verifiers-")
 
 
-def remove_tree(folder):
+def remove_folder(folder):
     import shutil
 
     with contextlib.suppress(OSError, RecursionError):
@@ -2273,22 +1989,23 @@ def remove_tree(folder):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def memory_file():
+def memory_file(content=b""):
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("file", os.MFD_CLOEXEC)
-    import tempfile
+        fd = os.memfd_create("file", os.MFD_CLOEXEC)
+    else:
+        import tempfile
 
-    return os.dup(tempfile.TemporaryFile().fileno())
+        fd = os.dup(tempfile.TemporaryFile().fileno())
+    os.write(fd, content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def read_back(fd):
-    os.lseek(fd, 0, os.SEEK_SET)
-    data = b""
-    while part := os.read(fd, 1 << 20):
-        data += part
-        if len(data) > MAX_OUTPUT:
-            break
-    return data
+    """The bytes of a memory file, which is closed."""
+    with open(fd, "rb") as file:
+        file.seek(0)
+        return file.read(MAX_OUTPUT)
 
 
 def load_solution(code, name, extra=""):
@@ -2300,77 +2017,59 @@ def load_solution(code, name, extra=""):
     module.__dict__.update(TYPING)
     if name == "__main__":
         module.__file__ = os.path.abspath("solution.py")
-        with open("solution.py", "w", encoding="utf-8", errors="replace") as file:
-            file.write(code)
-    if extra:
-        with contextlib.suppress(ImportError):
-            exec(compile(extra, "setup", "exec", dont_inherit=True), module.__dict__)
+        Path("solution.py").write_text(code, encoding="utf-8", errors="replace")
+    with contextlib.suppress(ImportError):
+        exec(compile(extra, "setup", "exec", dont_inherit=True), module.__dict__)
     exec(compile(code, "solution.py", "exec", dont_inherit=True), module.__dict__)
     return module.__dict__
 
 
-def finish(code):
-    """Ends like the interpreter: waits for threads, runs exit handlers, flushes."""
-    if "threading" in sys.modules:
-        sys.modules["threading"]._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
 def run_program(sandbox, code, stdin, seconds):
-    source, sink = memory_file(), memory_file()
-    os.write(source, stdin.encode("utf-8", "surrogatepass"))
-    os.lseek(source, 0, os.SEEK_SET)
+    source, sink = memory_file(stdin.encode("utf-8", "surrogatepass")), memory_file()
 
     def body():
         os.dup2(source, 0)
         os.dup2(sink, 1)
         os.close(source), os.close(sink)
-        sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-        sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
-        sys.__stdin__, sys.__stdout__ = sys.stdin, sys.stdout
+        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+        sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
         atexit._clear()
+        status = 0
         try:
             load_solution(code, "__main__")
-            status = 0
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         except BaseException:  # noqa: B036  as the interpreter does
             status = 1
-        finish(status & 255)
+        if "threading" in sys.modules:  # it also waits for threads, runs exit handlers and flushes
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status & 255)
 
     status = sandbox.wait(sandbox.spawn(body, seconds), seconds)
-    output = read_back(sink)
-    os.close(source), os.close(sink)
-    if status is None:
-        return {"timeout": True}
-    return {"exit": status, "stdout": output.decode("utf-8", "replace")}
+    os.close(source)
+    output = read_back(sink).decode("utf-8", "replace")
+    return {"timeout": True} if status is None else {"exit": status, "stdout": output}
 
 
-def run_function(sandbox, code, cls, calls, imports, seconds):
+def run_function(sandbox, code, calls, imports, seconds):
     result = memory_file()
 
     def body():
-        dumps, write = json.dumps, os.write
-        names = load_solution(code, "solution", imports)
-        values = []
-        for name, arguments in calls:
+        dumps, write = json.dumps, os.write  # as they are before the program can replace them
+        names, values = load_solution(code, "solution", imports), []
+        for target, arguments in calls:  # f, or a method of a new Solution.f
+            cls, _, name = target.rpartition(".")
             function = getattr(names[cls](), name) if cls else names[name]
             values.append(encode(function(*decode(arguments))))
-        data = dumps(values).encode()
-        while data:
-            data = data[write(result, data) :]
+        write(result, dumps(values).encode())
         os._exit(0)
 
     status = sandbox.wait(sandbox.spawn(body, seconds), seconds)
-    output = read_back(result)
-    os.close(result)
-    if status is None:
-        return {"timeout": True}
-    return {"values": output.decode("utf-8", "replace") if status == 0 else "[]"}  # read by the caller, with care
+    output = read_back(result).decode("utf-8", "replace")  # read by the caller, with care
+    return {"timeout": True} if status is None else {"values": output if status == 0 else "[]"}
 
 
 class Remote:
@@ -2400,24 +2099,18 @@ REMOTE["call"] = lambda function, *args, **kwargs: function(*args, **kwargs)
 def solver(names, connection):
     """Answers the calls of the tests until the connection closes. `names`: the namespace of the solution."""
     kept = []
-
-    def keep(value):
-        kept.append(value)
-        return len(kept) - 1
-
+    keep = lambda value: kept.append(value) or len(kept) - 1  # noqa: E731
     while True:
         message = receive(connection)
         try:
-            arguments = decode(message["args"], kept.__getitem__)
-            keywords = decode(message["kwargs"], kept.__getitem__)
+            arguments, keywords = (decode(message[key], kept.__getitem__) for key in ("args", "kwargs"))
             target = message["target"]
             target = kept[target] if isinstance(target, int) else names[target]
             value = encode(REMOTE[message["do"]](target, *arguments, **keywords), keep)
             after = encode(list(arguments), lambda value: None)  # a function may sort its list in place
             reply = {"value": value, "args": after if after != message["args"] else None}
         except Exception as error:  # the tests may expect it
-            kind = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
-            reply = {"error": kind.__name__}
+            reply = {"error": next(c for c in type(error).__mro__ if c.__module__ == "builtins").__name__}
         send(connection, reply)
 
 
@@ -2426,8 +2119,8 @@ def judge(tests, names, connection):
 
     def ask(do, target, args=(), kwargs=None):
         number = lambda value: value.target if type(value) is Remote else None  # noqa: E731
-        sent = {"args": encode(list(args), number), "kwargs": encode(kwargs or {}, number)}
-        send(connection, sent | {"do": do, "target": target})
+        sent = {"args": encode(list(args), number), "kwargs": encode(kwargs or {}, number)["dict"]}
+        send(connection, {"do": do, "target": target, "args": sent["args"], "kwargs": {"dict": sent["kwargs"]}})
         reply = receive(connection)
         if "error" in reply:
             raise getattr(builtins, reply["error"], RuntimeError)
@@ -2439,14 +2132,11 @@ def judge(tests, names, connection):
                 old.update(new)
         return decode(reply["value"], lambda number: Remote(number, ask))
 
-    stubs = {name: Remote(name, ask) for name in names}
-    module = types.ModuleType("tests")
-    sys.modules["tests"] = module
-    module.__dict__.update(stubs)
-    exec(compile(tests["setup"], "setup", "exec", dont_inherit=True), module.__dict__)
-    module.__dict__.update(stubs)
-    for line in tests["asserts"]:
-        exec(compile(line, "assert", "exec", dont_inherit=True), module.__dict__)
+    module = sys.modules["tests"] = types.ModuleType("tests")
+    for text in ("", tests["setup"], *tests["asserts"]):
+        exec(compile(text, "tests", "exec", dont_inherit=True), module.__dict__)
+        if text in ("", tests["setup"]):  # the setup must not replace the solution
+            module.__dict__.update({name: Remote(name, ask) for name in names})
 
 
 def run_tests(sandbox, code, names, imports, seconds):
@@ -2459,7 +2149,7 @@ def run_tests(sandbox, code, names, imports, seconds):
         solver(load_solution(code, "solution", imports), theirs.fileno())
 
     def tests_body():
-        if sys.platform == "linux":
+        if sandbox.linux:
             sandbox.libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: its memory is closed to the other child
         theirs.close()
         tests = receive(sandbox.jobs)
@@ -2475,7 +2165,6 @@ def run_tests(sandbox, code, names, imports, seconds):
     ours.close(), theirs.close()
     status = sandbox.wait(tests_pid, seconds)
     output = read_back(result)
-    os.close(result)
     if not output.startswith(b"read "):
         os._exit(1)  # the tests may still be in the pipe: start afresh
     return {"timeout": True} if status is None else {"passed": status == 0 and output == b"read pass"}
@@ -2502,24 +2191,43 @@ class Worker:
     """One worker process and the pipe to it. A new Python, not a fork: the caller may hold CUDA and threads."""
 
     command = [sys.executable, "-I", "-X", "utf8", "-X", "int_max_str_digits=0", os.path.abspath(__file__), "--worker"]
+    # The ways to start one, best first; one that does not work is not tried again. unshare makes the worker the first
+    # process of namespaces of its own, the last one to die there.
+    isolations = {
+        "namespaces": "unshare --mount --pid --net --ipc --fork --kill-child".split(),
+        "limits only, with the network and the files of this user": [],
+    }
     logged = False
 
     def __init__(self):
         if os.name != "posix":
             raise TaskError("this check needs a worker process and runs on Linux and macOS; on Windows use WSL")
+        import logging
+        import shutil
         import subprocess
 
-        environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        self.process = subprocess.Popen(self.command, env=environment, **pipes)
-        isolation = self.call(None, 60.0)["isolation"]
+        pipe, user = subprocess.PIPE, os.geteuid()
+        for isolation, prefix in [*self.isolations.items()]:
+            if not prefix or shutil.which(prefix[0]):
+                command = [*prefix, *["--map-root-user"] * bool(prefix and user), *self.command, isolation, str(user)]
+                environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
+                quiet = subprocess.DEVNULL if prefix else None
+                self.process = subprocess.Popen(
+                    command, env=environment, stdin=pipe, stdout=pipe, stderr=quiet, bufsize=0
+                )
+                try:
+                    self.call(None, 60.0)
+                    break
+                except WorkerFailed:
+                    self.stop()
+            self.isolations.pop(isolation, None)
+        else:
+            raise TaskError("no worker process could be started")
+        self.isolation = isolation
         if not Worker.logged:
             Worker.logged = True
-            import logging
-
             level = logging.INFO if isolation == "namespaces" else logging.WARNING
             logging.getLogger("verifiers").log(level, "programs of the model run in children with %s", isolation)
-        self.isolation = isolation
 
     def call(self, job, seconds, tests=None):
         """The worker's reply to a job; raises WorkerFailed when there is none in time."""
@@ -2893,20 +2601,11 @@ def check_gold(row):
     if verifier not in GOLDS:
         raise TaskError(f"unknown verifier {verifier!r}: there are {', '.join(GOLDS)}")
     GOLDS[verifier](answer)
-    if verifier == "ifeval" and needs_langdetect(answer) and not has_langdetect():
-        raise TaskError("this task needs language detection: pip install langdetect")
 
 
 def check_gold_text(answer):
     if not answer.strip():
         raise TaskError("the answer is empty")
-
-
-@lru_cache(maxsize=1)
-def has_langdetect():
-    import importlib.util
-
-    return importlib.util.find_spec("langdetect") is not None
 
 
 GOLDS = {
@@ -2970,8 +2669,8 @@ def main(path):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--worker"]:
-        worker_main()
+    if sys.argv[1:2] == ["--worker"]:
+        worker_main(*sys.argv[2:])
     elif len(sys.argv) != 2:
         sys.exit("verifiers.py: python verifiers.py FILE.jsonl (rows with verifier, completion, answer[, expected])")
     else:

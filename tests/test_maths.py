@@ -228,7 +228,10 @@ def test_micro_batches(grpo, budget):
     assert sorted(row for batch in batches for row in batch) == list(range(8))
     for batch in batches:  # a row longer than the budget goes alone
         assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= budget
-    assert len(batches) == 1 if budget == 1000 else len(batches) > 1
+        shortest, longest = min(lengths[row] for row in batch), max(lengths[row] for row in batch)
+        assert 3 * longest <= 4 * shortest
+    if budget == 1000:  # nothing but the padding splits
+        assert [[lengths[row] for row in batch] for batch in batches] == [[1], [2], [4, 4, 5], [7, 9], [10]]
 
 
 # ------------------------------------------------------------------- what must not change a gradient: a GRPO step
@@ -278,6 +281,46 @@ def test_gradient_does_not_depend_on_micro_batches(grpo, make_model, budget):
     model = make_model()
     whole = step_gradient(grpo, model, batch_of())
     same_gradients(step_gradient(grpo, model, batch_of(), budget=budget), whole)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_gradient_does_not_depend_on_packing(grpo, make_model, kind):
+    """Groups behind one prompt under a block mask, padded side by side, against every row with a prompt of its own."""
+    model = make_model(kind)
+    prompts, tokens, lengths = (
+        PROMPTS * 2,
+        torch.randint(1, 60, (12, 6)),
+        torch.tensor([4, 1, 6, 2, 3, 6, 5, 1, 3, 3, 2, 6]),
+    )
+    weights, counts = torch.linspace(-1, 1, 72).view(12, 6), [3, 1, 2, 1, 3, 2]
+
+    def gradient(prompts, counts):
+        logprobs, mask = grpo.completion_logprobs(model, prompts, tokens, lengths, 0, 0.7, counts)
+        (logprobs * weights * mask).sum().backward()
+        found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+        model.zero_grad()
+        return logprobs.detach(), found
+
+    each = [prompt for prompt, count in zip(prompts, counts) for _ in range(count)]
+    (packed, gradients), (rows, expected) = gradient(prompts, counts), gradient(each, None)
+    torch.testing.assert_close(packed, rows, rtol=0, atol=1e-5)
+    same_gradients(gradients, expected)
+
+
+def test_pack_groups(grpo, make_model):
+    model = make_model()
+    prompts, lengths = [[1] * 40] * 4 + [[1] * 2] * 4, [3] * 8
+    # Long prompts are shared, and a budget below a pack splits it; nothing crosses from one group into the next.
+    packs, sizes = grpo.pack_groups(model, [0, 1, 3, 4, 5], prompts, lengths, 4, 46)
+    assert packs[:2] == [[0, 1], [3]] and sizes[:2] == [46, 43]
+    assert sorted(row for pack in packs for row in pack) == [0, 1, 3, 4, 5]
+    # Attention grows with the square: 2*3*weights saved for each token of the prompt, 2*4*layers*width*L*3 paid.
+    long = [1000] * 4
+    packs, sizes = grpo.pack_groups(model, [0, 1, 2, 3], [[1] * 2] * 4, long, 4, 10**6)
+    assert packs == [[0], [1], [2], [3]] and sizes == [1002] * 4
+    # A sliding window knows no block mask.
+    packs, _ = grpo.pack_groups(make_model("gemma3"), [0, 1], prompts, lengths, 4, 10**6)
+    assert packs == [[0], [1]]
 
 
 def test_gradient_does_not_depend_on_padding(grpo, make_model):

@@ -1,14 +1,15 @@
 """Merging: identities, hand-worked numbers, plain references, files that load, and every refusal."""
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, save_toy_model
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import merge
 
-METHODS = ("linear", "task_arithmetic", "ties", "dare_ties")
+METHODS = tuple(name for name in merge.METHODS if name != "lora_concat")
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -106,21 +107,79 @@ def assert_close_to_one_ulp(left, right, base):
 # -------------------------------------------------------------------------------------------------------- maths
 
 
-def test_ties_on_four_numbers_by_hand():
-    math_expert, code_expert = torch.tensor([0.4, -0.1, 0.3, 0.2]), torch.tensor([-0.3, -0.2, 0.5, 0.1])
-    # density 0.5 keeps two each: [0.4 0 0.3 0] and [-0.3 0 0.5 0]; the sums 0.1 and 0.8 elect + and +.
-    merged = merge.ties([math_expert, code_expert], [1, 1], density=0.5)
-    torch.testing.assert_close(merged, torch.tensor([0.4, 0.0, 0.4, 0.0]))
-    # Weights 1 and 3: sums 0.4 - 0.9 < 0 and 0.3 + 1.5 > 0; the means are -0.3 and 1.8/4.
-    merged = merge.ties([math_expert, code_expert], [1, 3], density=0.5)
-    torch.testing.assert_close(merged, torch.tensor([-0.3, 0.0, 0.45, 0.0]))
+class InMemory:
+    """A tensor as merge.py sees one in a file."""
+
+    def __init__(self, tensor):
+        self.tensor, self.shape = tensor, list(tensor.shape)
+
+    def values(self):
+        return self.tensor.reshape(-1)
+
+
+def fold(method, taus, weights=None, seed=0, name="t", **settings):
+    """A method on whole task vectors, each (n,) or (rows, columns), on a base of zeros -> (n,), block by block."""
+    function, _, usual, measure = merge.METHODS[method]
+    weights = torch.tensor(weights or [1.0] * len(taus), dtype=torch.float32)
+    how = {"gamma": None, "threshold": 1e-5, **usual, **settings, "seed": seed, "name": name, "experts": taus}
+    how = SimpleNamespace(**how, columns=taus[0].shape[-1])
+    pair = InMemory(torch.zeros_like(taus[0])), [InMemory(tau) for tau in taus]
+    vars(how).update(measure([pair], how) if measure else {})
+    return torch.cat([function(block, weights, how) for _, block in merge.TaskVectors(*pair).blocks()])
+
+
+T = torch.tensor
+TAUS = [T([4.0, -3.0, 1.0, 0.5]), T([-1.0, -5.0, 2.0, 3.0]), T([-2.0, 6.0, 1.0, -7.0])]
+
+
+@pytest.mark.parametrize(
+    "method, settings, expected",
+    [
+        ("linear", {}, [1 / 3, -2 / 3, 4 / 3, -3.5 / 3]),
+        ("linear", {"weights": [1, 1, 2]}, [-1 / 4, 4 / 4, 5 / 4, -10.5 / 4]),
+        ("task_arithmetic", {"weights": [1, -1, 0.5]}, [4 + 1 - 1, -3 + 5 + 3, 1 - 2 + 0.5, 0.5 - 3 - 3.5]),
+        # Trimmed to two each: [4 -3 0 0] [0 -5 0 3] [0 6 0 -7]; sums 4 -2 0 -4.
+        ("ties", {"density": 0.5}, [4, -4, 0, -7]),
+        # With weights 1, 1, 2 the sums are 4 -8+12 0 3-14.
+        ("ties", {"density": 0.5, "weights": [1, 1, 2]}, [4, 6, 0, -7]),
+        ("ties", {"density": 1.0}, [4, -4, 4 / 3, -7]),  # sums 1 -2 4 -3.5
+        # The largest of each is cut, the next two stay: [0 -3 1 0] [0 0 2 3] [-2 6 0 0].
+        ("breadcrumbs", {"density": 0.5, "gamma": 0.25}, [-2, 3, 3, 3]),
+        ("breadcrumbs_ties", {"density": 0.5, "gamma": 0.25}, [-2, 6, 1.5, 3]),
+        ("breadcrumbs", {"density": 1.0, "gamma": 0.2}, [1, -2, 4, -3.5]),  # int(0.2 * 4) = 0 outliers
+        # Squares 26.25, 39, 90; the signs of the sums are + - + -.
+        ("sce", {}, [4, (-3 * 26.25 - 5 * 39) / 65.25, (26.25 + 78 + 90) / 155.25, -7]),
+        # Variances 62/9 206/9 2/9 158/9 (times 3: 20.7 68.7 .7 52.7): half are entries 1 and 3. Squares 9.25, 34, 85.
+        ("sce", {"select_topk": 0.5}, [0, (-3 * 9.25 - 5 * 34) / 43.25, 0, -7]),
+        ("ram", {"threshold": 2.5}, [4, (-3 - 5 + 6) / 3, 0, -2]),  # changed: [4 -3 0 0] [0 -5 0 3] [0 6 0 -7]
+    ],
+)  # fmt: skip
+def test_methods_by_hand(method, settings, expected):
+    before = [tau.clone() for tau in TAUS]
+    torch.testing.assert_close(fold(method, TAUS, **settings), T(expected, dtype=torch.float32))
+    assert all(map(torch.equal, before, TAUS))  # inputs untouched
+
+
+def test_model_stock_and_slerp_by_hand():
+    pair = [T([3.0, 0.0]), T([3.0, 4.0])]  # norms 3 and 5, cosine 9/15 = 0.6
+    torch.testing.assert_close(fold("model_stock", pair), 2 * 0.6 / 1.6 * T([3.0, 2.0]))
+    opposed = [T([1.0, 0.0]), T([-1.0, 0.1])]
+    assert torch.equal(fold("model_stock", opposed), torch.zeros(2))
+    three = [T([1.0, 1.0, 0.0]), T([1.0, 0.0, 1.0]), T([0.0, 1.0, 1.0])]  # each cosine 1/2: t = 1.5 / 2
+    torch.testing.assert_close(fold("model_stock", three), 0.75 * 2 / 3 * torch.ones(3))
+    angle = math.acos(0.6)
+    for weights, t in (([1.0, 1.0], 0.5), ([3.0, 1.0], 0.25), ([1.0, 0.0], 0.0)):
+        expected = (math.sin((1 - t) * angle) * pair[0] + math.sin(t * angle) * pair[1]) / math.sin(angle)
+        torch.testing.assert_close(fold("slerp", pair, weights), expected)
+    torch.testing.assert_close(fold("slerp", [pair[0], 2 * pair[0]]), 1.5 * pair[0])  # parallel: the mean
+    torch.testing.assert_close(fold("slerp", [pair[0], 0 * pair[0]]), 0.5 * pair[0])  # no angle at all
 
 
 def plain_ties(task_vectors, weights, density):
     """TIES entry by entry, with a full sort."""
     n, trimmed = len(task_vectors[0]), []
     for tau in task_vectors:
-        least = sorted((abs(x) for x in tau), reverse=True)[max(1, round(density * n)) - 1]
+        least = sorted((abs(x) for x in tau), reverse=True)[max(1, int(density * n)) - 1]
         trimmed.append([x if abs(x) >= least else 0.0 for x in tau])
     merged = []
     for entries in zip(*trimmed):
@@ -144,64 +203,72 @@ vectors = st.integers(1, 4).flatmap(
 @given(vectors, st.sampled_from([0.05, 0.2, 0.5, 1.0]))
 def test_ties_equals_the_plain_loop(task_vectors, density):
     factors = [1.0, 2.0, 0.5, 0.0][: len(task_vectors)]
-    taus = [torch.tensor(tau) for tau in task_vectors]
-    merged = merge.ties(taus, factors, density)
-    torch.testing.assert_close(merged, torch.tensor(plain_ties(task_vectors, factors, density)))
-    assert all(torch.equal(tau, torch.tensor(values)) for tau, values in zip(taus, task_vectors))  # inputs untouched
+    merged = fold("ties", [T(tau) for tau in task_vectors], factors, density=density)
+    torch.testing.assert_close(merged, T(plain_ties(task_vectors, factors, density)))
 
 
-@pytest.mark.parametrize("kind", ["normal", "sparse", "bfloat16", "equal", "zero", "denormal"])
-def test_threshold_equals_a_sort(kind):
-    tau = torch.randn(200_001, generator=torch.Generator().manual_seed(1)) * 1e-3
-    tau = {
-        "normal": tau,
-        "sparse": tau * (torch.arange(len(tau)) % 9 == 0),
-        "bfloat16": tau.bfloat16().float(),
-        "equal": torch.full_like(tau, -0.25),
-        "zero": torch.zeros_like(tau),
-        "denormal": tau * 1e-38,
+@pytest.mark.parametrize("kind", ["normal", "sparse", "bfloat16", "equal", "zero", "denormal", "wide", "ordered"])
+def test_kth_largest_equals_a_sort(kind, monkeypatch):
+    values = torch.randn(200_001, generator=torch.Generator().manual_seed(1)).abs() * 1e-3
+    values = {
+        "normal": values,
+        "sparse": values * (torch.arange(len(values)) % 9 == 0),
+        "bfloat16": values.bfloat16().float(),
+        "equal": torch.full_like(values, 0.25),
+        "zero": torch.zeros_like(values),
+        "denormal": values * 1e-38,
+        "wide": (values * 3e4).exp(),
+        "ordered": values.sort().values,  # each block is unlike the others
     }[kind]
-    ordered = tau.abs().sort(descending=True).values
-    for density in (1e-9, 0.001, 0.2, 0.5, 0.77, 1.0):
-        k = max(1, round(density * len(tau)))
-        assert merge.magnitude_threshold(tau, density) == float(ordered[k - 1])
-        if kind == "normal":  # no two are equally large here, so exactly k stay
-            assert int((merge.ties([tau], [1.0], density) != 0).sum()) == k
+    ordered = values.sort(descending=True).values
+    for k in (1, 2, 777, 40_000, 100_000, 200_001):
+        stream = lambda every: (block[::every] for block in values.split(60_000))
+        assert merge.kth_largest(stream, k) == float(ordered[k - 1])
+    # In large tensors, the many entries between the sample's bounds are held as counts.
+    large = lambda every: (block.repeat(300)[::every] for block in values[:60_000].split(30_000))
+    assert merge.kth_largest(large, 9_000_000) == float(values[:60_000].sort(descending=True).values[29_999])
 
 
-def test_dare_is_unbiased_and_seeded():
-    tau = torch.tensor([1.0, -2.0, 0.5, 4.0]).repeat(50)
-    draws = torch.stack([merge.dare(tau, 0.3, np.random.default_rng(seed)) for seed in range(2000)])
-    kept = (draws != 0).float().mean()
-    assert float(kept) == pytest.approx(0.3, abs=0.003)  # 400,000 draws: 4 standard errors
-    torch.testing.assert_close(draws[draws != 0], (tau / 0.3).expand_as(draws)[draws != 0])
-    # Standard error of the mean: |tau| * sqrt(0.7/0.3/2000) = 0.034 |tau|.
-    assert ((draws.mean(0) - tau).abs() <= 5 * 0.034 * tau.abs()).all()
-    one, two = ([merge.dare_ties([tau, -tau], [1, 2], 0.5, [seed]) for _ in range(2)] for seed in (0, 1))
-    assert torch.equal(*one) and torch.equal(*two) and not torch.equal(one[0], two[0])
+def test_dare_and_della_are_unbiased_and_seeded():
+    tau = T([1.0, -2.0, 0.5, 4.0]).repeat(48).view(24, 8)
+    for method, usual in (("dare_linear", {"density": 0.3}), ("della_linear", {"density": 0.5, "epsilon": 0.3})):
+        draws = torch.stack([fold(method, [tau], seed=seed, **usual) for seed in range(2000)])
+        assert float((draws != 0).float().mean()) == pytest.approx(usual["density"], abs=0.004)  # 4 standard errors
+        # Standard error of the mean at the least keep-probability, 0.2: |tau| * sqrt(0.8/0.2/2000) = 0.045 |tau|.
+        assert ((draws.mean(0) - tau.flatten()).abs() <= 5 * 0.045 * tau.flatten().abs()).all()
+        one, two = ([fold(method, [tau, -tau], [1, 2], seed=seed, **usual) for _ in range(2)] for seed in (0, 1))
+        assert torch.equal(*one) and torch.equal(*two) and not torch.equal(one[0], two[0])
 
 
-def test_experts_drop_different_entries():
+def test_dare_scales_up_by_what_it_keeps():
+    kept = fold("dare_linear", [torch.ones(4000)], density=0.3)
+    torch.testing.assert_close(kept[kept != 0], torch.full(((kept != 0).sum(),), 1 / 0.3), rtol=2e-5, atol=0)
+
+
+def test_della_keeps_the_large_more_often():
+    row = T([0.1, -5.0, 2.0, 0.3]).repeat(5000, 1)
+    kept = (fold("della_linear", [row], density=0.5, epsilon=0.3).view(row.shape) != 0).float().mean(0)
+    torch.testing.assert_close(kept, T([0.2, 0.8, 0.6, 0.4]), rtol=0, atol=0.03)
+    values = fold("della_linear", [row], density=0.5, epsilon=0.3).view(row.shape)[:, 1]
+    torch.testing.assert_close(values[values != 0].unique(), T([-5.0 / 0.8]), rtol=1e-4, atol=0)
+    column = fold("della_linear", [torch.ones(4000, 1)], density=0.5, epsilon=0.3)  # mergekit has NaN here
+    assert float((column != 0).float().mean()) == pytest.approx(0.5, abs=0.03) and set(column.tolist()) == {0.0, 2.0}
+
+
+def test_experts_and_tensors_drop_different_entries():
     ones = torch.ones(1000)
-    alone = merge.dare_ties([ones], [1], 0.5, [7])
-    both = merge.dare_ties([ones, ones], [1, 1], 0.5, [7])
+    alone, both = (fold("dare_linear", [ones] * experts, density=0.5) for experts in (1, 2))
     assert int((both != 0).sum()) > int((alone != 0).sum()) + 150  # 3/4 against 1/2
+    names = [fold("dare_linear", [ones], density=0.5, name=f"layers.{layer}") for layer in (0, 1)]
+    assert not torch.equal(*names)
 
 
-def test_tensors_of_one_shape_drop_different_entries(world, run, copy):
-    moved = edit(copy("base", "moved"), lambda _, w: w + 1)
-    out, _ = run(moved, method="dare_ties", density=0.5)
-    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
-    dropped = [weights(out)[name] == weights(world / "base")[name] for name in names]
-    assert all(0.4 < float(mask.float().mean()) < 0.6 for mask in dropped) and not torch.equal(*dropped)
-
-
-def test_blocks_do_not_change_the_result(monkeypatch):
-    taus = list(torch.randn(3, 10_000, generator=torch.Generator().manual_seed(0)))
-    whole = merge.ties(taus, [1, 2, 3], 0.3), merge.dare_ties(taus, [1, 2, 3], 0.3, [5])
-    monkeypatch.setattr(merge.blocks, "__kwdefaults__", {"size": 999})
-    parts = merge.ties(taus, [1, 2, 3], 0.3), merge.dare_ties(taus, [1, 2, 3], 0.3, [5])
-    assert all(torch.equal(left, right) for left, right in zip(whole, parts))
+@pytest.mark.parametrize("method", [name for name in merge.METHODS if name != "lora_concat"])
+def test_blocks_do_not_change_the_result(method, monkeypatch):
+    taus = list(torch.randn(2, 60, 80, generator=torch.Generator().manual_seed(0)))
+    whole = fold(method, taus)
+    monkeypatch.setattr(merge, "BLOCK", 999)
+    torch.testing.assert_close(fold(method, taus), whole, rtol=1e-6, atol=1e-7)
 
 
 # --------------------------------------------------------------------------------------------------- identities

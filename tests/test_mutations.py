@@ -312,14 +312,14 @@ MUTATIONS = {
     ),
     "held-out domains count in the average": (
         "eval.py",
-        'trained = [domain for domain in start if not start[domain]["held_out"]]',
-        "trained = list(start)",
+        'groups["held-out" if first["held_out"] else "average"].append(domain)',
+        'groups["average"].append(domain)',
         "test_eval.py::test_scores",
     ),
     "experts come for free": (
         "eval.py",
-        "return measure(cost) + sum(",
-        "return measure(cost) + 0 * sum(",
+        "return fusion(cost, measure) + sum(",
+        "return fusion(cost, measure) + 0 * sum(",
         "test_eval.py::test_relative_costs",
     ),
     "validation counts as training": (
@@ -330,9 +330,45 @@ MUTATIONS = {
     ),
     "half a point counts as right": (
         "eval.py",
-        "sum(s == 1 for s in scores[i : i + samples])",
-        "sum(s >= 0 for s in scores[i : i + samples])",
+        "sum(s == 1 for s in scores[rows])",
+        "sum(s >= 0 for s in scores[rows])",
         "test_eval.py::test_evaluate_counts_what_is_right",
+    ),
+    "the evaluation that chose a merge is free": (
+        "eval.py",
+        'return measure(cost) + measure(cost.get("chosen_by", {}))',
+        "return measure(cost)",
+        "test_eval.py::test_what_chose_a_merge_counts",
+    ),
+    "every model draws tasks of its own": (
+        "eval.py",
+        "100 * bootstrap_weights(len(values), stream) @",
+        "100 * bootstrap_weights(len(values), 1000 + int(name)) @",
+        "test_eval.py::test_paired_intervals_are_narrower",
+    ),
+    "the interval is too narrow": (
+        "eval.py",
+        "[2.5, 97.5]",
+        "[10, 90]",
+        "test_eval.py::test_intervals_cover_what_they_say",
+    ),
+    "p looks at one side": (
+        "eval.py",
+        "min(1.0, 2 * (1 + min(",
+        "min(1.0, (1 + min(",
+        "test_eval.py::test_p_value_by_hand",
+    ),
+    "a share of what may be noise": (
+        "eval.py",
+        "/ gain if interval(gain)[0] > 0 else",
+        "/ gain if gain[0] > 0 else",
+        "test_eval.py::test_a_share_needs_a_gain_that_stands_out",
+    ),
+    "no answer is a vote": (
+        "eval.py",
+        "    del votes[None]\n",
+        "",
+        "test_eval.py::test_majority_vote[math-4-completions3-scores3-1.0]",
     ),
 }
 

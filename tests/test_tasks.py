@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import verifiers
 from verifiers import PRESETS, TaskError, load_tasks, verify
 
 ROW = {"prompt": "1+1?", "domain": "math", "verifier": "math", "answer": "2"}
@@ -99,6 +100,7 @@ def test_language_detection_is_asked_for_when_it_is_missing(tmp_path, monkeypatc
     answer = json.dumps({"instruction_id_list": ["change_case:english_capital"], "kwargs": [{}]})
     path = write(tmp_path / "a.jsonl", [ROW | {"verifier": "ifeval", "answer": answer}])
     monkeypatch.setattr("verifiers.has_langdetect", lambda: False)
+    verifiers.parse_ifeval_answer.cache_clear()
     assert "pip install langdetect" in refusal(path)
 
 
