@@ -38,8 +38,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, HfArgumentParser
-from transformers.cache_utils import DynamicLayer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, HfArgumentParser
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.hf_argparser import HfArg
 from transformers.utils.logging import disable_progress_bar
 
@@ -155,6 +155,15 @@ def load_model(name, device):
         eos_ids,
         (eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id),
     )
+
+
+def cache_fits(model):
+    """Whether the fast sampler can hold the model's cache: keys and values of every layer, and no recurrent state."""
+    layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    if fits := layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return fits
+    print(f"{type(model).__name__} caches more than keys and values: model.generate samples instead (--sampler hf)")
+    return False
 
 
 def encode_prompt(tokenizer, prompt):
@@ -957,7 +966,7 @@ def main():
                     model.to(dtype), tasks, tokenizer, samples=args.k, temperature=args.temperature,
                     top_p=args.top_p, top_k=args.top_k, max_completion_length=args.max_completion_length,
                     seed=args.seed, eos_ids=eos_ids, pad_id=pad_id, slots=args.slots,
-                    draw_completions=sample if args.sampler == "fast" else sample_hf,
+                    draw_completions=sample if args.sampler == "fast" and cache_fits(model) else sample_hf,
                 )  # fmt: skip
             saved = {"key": key, "domains": domains, "seconds": seconds["eval"], "samples": rows}
             write_json(part, saved)

@@ -37,8 +37,12 @@ from tqdm import tqdm
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 from transformers.hf_argparser import HfArg
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from eval import add_json, evaluate, load_model, load_prompts, parse_args, peak_gb, sample_hf, stop, timed, write_json
+from eval import (
+    add_json, cache_fits, evaluate, load_model, load_prompts, parse_args, peak_gb, sample_hf, stop, timed,
+    write_json,
+)  # fmt: skip
 from verifiers import verify_batch
 
 # Letters are dimensions only: P prompts a step, G samples a prompt, B = P*G rows, T completion tokens, V vocabulary.
@@ -73,6 +77,7 @@ class Args:
     mask_truncated: bool = HfArg(default=False, help="completions cut at max_completion_length carry no loss")
     overlong_cache: int = HfArg(default=0, help="tokens before the cap over which the reward falls by up to 1 (DAPO's soft overlong penalty); 0: off")
     tis_cap: float = HfArg(default=2.0, help="cap of the importance weight that corrects a bfloat16 sampler; unused in float32")
+    gradient_checkpointing: bool = HfArg(default=False, help="keep one activation a layer and compute the others again in the backward pass: far less memory, a third more time")
     tokens_per_microbatch: int = HfArg(default=8192, help="padded tokens in one forward/backward; lower it when training runs out of memory")
     slots: int = HfArg(default=256, help="completions sampled side by side; lower it when sampling runs out of memory")
     sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
@@ -374,11 +379,11 @@ def completion_hidden(model, prompts, tokens, lengths, pad_id, counts=None):
     width = max(map(len, sequences))
     fill = ((sequences, pad_id), (positions, 0), (blocks, -1))
     ids, position, block = (torch.tensor([r + [v] * (width - len(r)) for r in rows], device=device) for rows, v in fill)
-    attention_mask = (block >= 0).long()  # (sequences, width)
-    if max(counts) > 1:  # (sequences, 1, width, width)
+    forward = dict(attention_mask=(block >= 0).long(), use_cache=False)
+    if max(counts) > 1:
         seen = (block[:, None, :] == 0) | (block[:, None, :] == block[:, :, None])
-        attention_mask = (seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
-    forward = dict(attention_mask=attention_mask, position_ids=position, use_cache=False)
+        seen &= torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        forward |= dict(attention_mask=seen[:, None], position_ids=position)  # (sequences, 1, width, width)
     hidden = model.base_model(ids, **forward).last_hidden_state
     mask = torch.arange(T, device=device) < lengths[:, None]  # (b, T), from lengths: pad_id may equal the EOS
     place, t = torch.tensor(where, device=device).T
@@ -519,8 +524,12 @@ def main():
     reference = load_model(args.model, device)[0] if args.beta > 0 else None
     # The learner keeps float32 weights: a bfloat16 weight would swallow updates 256 times smaller than itself.
     actor = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+        for layer in model.modules():  # it asks for training mode, and dropout below the layers is to stay off
+            layer.training = isinstance(layer, GradientCheckpointingLayer)
     sampler = dict(max_completion_length=args.max_completion_length, eos_ids=eos_ids, pad_id=pad_id, slots=args.slots)
-    draw_completions = sample if args.sampler == "fast" else sample_hf
+    draw_completions = sample if args.sampler == "fast" and cache_fits(model) else sample_hf
 
     def validate():
         """Mean score by domain on eval_tasks; the same seed each time, so that models meet the same draws."""
@@ -584,7 +593,7 @@ def main():
         prompt_ids = [task["ids"] for task in batch for _ in range(G)]
         shared = (prompt_ids, rollouts.lengths.tolist(), G, args.tokens_per_microbatch)
         packs, pack_tokens = pack_groups(model, needed.tolist(), *shared)
-        totals = dict.fromkeys(("loss", "kl", "clipped", "gap", "tokens"), 0.0)
+        totals = dict.fromkeys(("loss", "kl", "clipped", "gap", "tokens", "padded"), 0.0)
         grad_norm, old_logprobs = 0.0, rollouts.logprobs.clone()
         with timed(seconds, "train", device):
             for iteration in range(args.num_iterations if len(needed) else 0):
@@ -619,6 +628,7 @@ def main():
                     totals["kl"] += float((kl.detach() * mask).sum())
                     totals["clipped"] += float((clipped & mask).sum())
                     totals["tokens"] += int(mask.sum())
+                    totals["padded"] += len(index) * max(pack_tokens[i] for i in index)
                 grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
                 if not math.isfinite(grad_norm):
                     stop(
@@ -668,6 +678,8 @@ def main():
             **{f"time/{phase}": value for phase, value in seconds.items()},
             "time/step": time.perf_counter() - step_start,
             "tokens/sampled": sampled,
+            "tokens/trained": forwards,
+            "tokens/padding": 1 - forwards / max(1, totals["padded"]),
             "memory/peak_gb": peak_gb(device),
         }
         add_json(out / "metrics.jsonl", metrics)

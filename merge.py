@@ -650,7 +650,7 @@ def geometry(args, base, experts):
     return report
 
 
-def draw(report, path):
+def draw_geometry(report, path):
     """geometry.png: a page of six pictures, where matplotlib is installed."""
     try:
         import matplotlib
@@ -848,7 +848,7 @@ def main():
             report = geometry(args, base, experts)
             for partial_out in partials:
                 write_json(partial_out / "geometry.json", report)
-                draw(report, partial_out / "geometry.png")
+                draw_geometry(report, partial_out / "geometry.png")
         if args.method == "lora_concat":
             for scale, partial_out in zip(args.scale, partials):
                 concat_adapters(args, scale, experts, folders, partial_out)

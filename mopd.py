@@ -36,21 +36,12 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, Cache
 from transformers.cache_utils import DynamicLayer
 from transformers.hf_argparser import HfArg
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
-    add_json,
-    evaluate,
-    load_model,
-    load_prompts,
-    model_folder,
-    parse_args,
-    peak_gb,
-    run_cost,
-    sample_hf,
-    stop,
-    timed,
-    write_json,
-)
+    add_json, cache_fits, evaluate, load_model, load_prompts, model_folder, parse_args, peak_gb, run_cost,
+    sample_hf, stop, timed, write_json,
+)  # fmt: skip
 from verifiers import verify_batch
 
 # Letters are dimensions only: P prompts, G samples a prompt, B = P*G rows, T completion tokens, N tokens, V vocabulary.
@@ -81,6 +72,7 @@ class Args:
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, to 0 at the last step")
     max_grad_norm: float = HfArg(default=1.0, help="the gradient is scaled down to this norm")
     weight_decay: float = HfArg(default=0.0, help="AdamW's decoupled weight decay")
+    gradient_checkpointing: bool = HfArg(default=False, help="keep one activation a layer and compute the others again in the backward pass: far less memory, a third more time")
     tokens_per_microbatch: int = HfArg(default=8192, help="padded tokens in one forward/backward; lower it when training runs out of memory")
     slots: int = HfArg(default=256, help="completions sampled side by side; lower it when sampling runs out of memory")
     sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
@@ -369,11 +361,11 @@ def completion_hidden(model, prompts, tokens, lengths, pad_id, counts=None):
     width = max(map(len, sequences))
     fill = ((sequences, pad_id), (positions, 0), (blocks, -1))
     ids, position, block = (torch.tensor([r + [v] * (width - len(r)) for r in rows], device=device) for rows, v in fill)
-    attention_mask = (block >= 0).long()  # (sequences, width)
-    if max(counts) > 1:  # (sequences, 1, width, width)
+    forward = dict(attention_mask=(block >= 0).long(), use_cache=False)
+    if max(counts) > 1:
         seen = (block[:, None, :] == 0) | (block[:, None, :] == block[:, :, None])
-        attention_mask = (seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
-    forward = dict(attention_mask=attention_mask, position_ids=position, use_cache=False)
+        seen &= torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        forward |= dict(attention_mask=seen[:, None], position_ids=position)  # (sequences, 1, width, width)
     hidden = model.base_model(ids, **forward).last_hidden_state
     mask = torch.arange(T, device=device) < lengths[:, None]  # (b, T), from lengths: pad_id may equal the EOS
     place, t = torch.tensor(where, device=device).T
@@ -578,8 +570,12 @@ def main():
         done, position, before, cost = (state[key] for key in ("step", "position", "before", "cost"))
     # The learner keeps float32 weights: a bfloat16 weight would swallow updates 256 times smaller than itself.
     actor = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+        for layer in model.modules():  # it asks for training mode, and dropout below the layers is to stay off
+            layer.training = isinstance(layer, GradientCheckpointingLayer)
     sampler = dict(max_completion_length=args.max_completion_length, eos_ids=eos_ids, pad_id=pad_id, slots=args.slots)
-    draw_completions = sample if args.sampler == "fast" else sample_hf
+    draw_completions = sample if args.sampler == "fast" and cache_fits(model) else sample_hf
 
     def validate():
         """Mean score by domain on eval_tasks; the same seed each time, so that models meet the same draws."""
@@ -628,7 +624,7 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * lr_factor(step, args.steps, args.warmup_steps, args.lr_scheduler_type)
         prompt_ids = [task["ids"] for task in owners]
-        totals, kl_sums, gradients, forwards = dict.fromkeys(("loss", "gap", "tokens"), 0.0), {}, {}, 0
+        totals, kl_sums, gradients, forwards = dict.fromkeys(("loss", "gap", "tokens", "padded"), 0.0), {}, {}, 0
         with timed(seconds, "train", device):
             for domain, rows_of_domain in members.items():
                 if resident != teachers[domain]:
@@ -666,6 +662,7 @@ def main():
                     totals["loss"] += float(loss.detach())
                     totals["gap"] += float((logprobs.detach() - mu).abs().sum())
                     totals["tokens"] += len(targets)
+                    totals["padded"] += len(index) * max(pack_tokens[i] for i in index)
                     kl_sums[domain] = kl_sums.get(domain, 0.0) + float(kl.detach().sum())
                     gradients[domain] = gradients.get(domain, 0.0) + float(hidden.grad.norm(dim=-1).sum())
             grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
@@ -716,6 +713,8 @@ def main():
             **{f"time/{phase}": value for phase, value in seconds.items()},
             "time/step": time.perf_counter() - step_start,
             "tokens/sampled": sampled,
+            "tokens/trained": forwards,
+            "tokens/padding": 1 - forwards / max(1, totals["padded"]),
             "memory/peak_gb": peak_gb(device),
         }
         add_json(out / "metrics.jsonl", metrics)

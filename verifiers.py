@@ -53,14 +53,32 @@ class TaskError(ValueError):
     """A task (file, preset, row or answer) that cannot be used; the message is one line that says what to do."""
 
 
-# What reading a malformed answer of a task raises; each parse_..._answer turns it into a TaskError with the wanted form.
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError)
-
-
 def ensure(condition):
     """An assert that python -O keeps."""
     if not condition:
         raise ValueError("a value out of place")
+
+
+def answer_reader(form):
+    """Makes a function read each answer once, and say in one line (TaskError) which form is wanted if it cannot."""
+
+    def decorate(read):
+        @lru_cache(maxsize=8192)
+        def reader(answer):
+            try:
+                return read(answer)
+            except TaskError:
+                raise
+            except MALFORMED as error:
+                reason = f"{type(error).__name__}: {error}".split("\n")[0][:80]
+                raise TaskError(f"{form} ({reason})") from None
+
+        return reader
+
+    return decorate
+
+
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError)
 
 
 class NeedsWorker(Exception):
@@ -70,9 +88,9 @@ class NeedsWorker(Exception):
 IN_WORKER = False  # set in the worker processes
 
 
-# Contents: extraction, math, choice, number, exact, ifeval, tool, code, the sandbox, the pool, verify, load_tasks.
+# Contents: extraction and exact, math, choice, number, ifeval, tool, code, the sandbox, the pool, verify, load_tasks.
 # ---------------------------------------------------------------------------------------------------------------------
-# Extraction: what counts as the answer
+# Extraction: what counts as the answer; exact: the text itself
 
 THINK_END = re.compile(r"</(?:think|thinking|reasoning)>")
 THINK_START = re.compile(r"<(?:think|thinking|reasoning)>")
@@ -122,6 +140,16 @@ def marked_answers(text):
     lines = [(m.start(), m.end(), m[1]) for m in HASH.finditer(text)]
     lines = [line for line in lines if not any(line[0] <= start < line[1] for start, _, c in found if c.strip())]
     return sorted([box for box in found if box[2].strip()] + lines)
+
+
+def fold(text):
+    """White space folded, letters in lower case."""
+    return " ".join(text.split()).casefold()
+
+
+def check_exact(completion, answer):
+    """1 when the text is the answer, white space folded."""
+    return float(" ".join(strip_thinking(completion).split()) == " ".join(answer.split()) != "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,9 +351,8 @@ def read_bracket(text, again):
     inside = text[1:-1]
     if text[0] == "‹":
         condition, _ = split_top(inside, r"\||:")  # {x | 1 <= x < 5}
-        return (
-            again(condition[1]) if len(condition) == 2 else ("set", items_of(again(inside)) if inside.strip() else [])
-        )
+        value = again(condition[-1]) if inside.strip() else ("list", [])
+        return value if len(condition) == 2 else ("set", value[1] if value[0] in ("list", "set") else [value])
     if len(parts := split_top(inside, ",")[0]) == 1:
         return again(inside) if re.fullmatch(r"\s*[A-J]\s*", inside) else read_leaf(text)  # (B)
     items = [again(part) for part in parts]
@@ -537,7 +564,7 @@ class Parser:
             return ({"⌊": "floor", "⌈": "ceil", "|": "abs"}[token], [node]) if token in "⌊⌈|" else node
         name, _, index = token.lstrip("\\").partition("_")
         if name in FUNCTIONS:
-            return self.function(name, index)
+            return self.root() if name == "sqrt" else self.function(name, index)
         if name in ("frac", "binom"):
             return (name.replace("frac", "/"), [self.argument(), self.argument()])
         if token in ("π", "∞") or token[0] == "\\" and name in GREEK or "_" in token and token[0] != "\\":
@@ -568,33 +595,34 @@ class Parser:
             raise Unreadable("no digits under the bar")
         return number(value + Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(decimals)))
 
-    def function(self, name, index):
-        """sin x, \\sin^2(x), log_2 8, \\sqrt[3]{x}, max(1, 2)."""
-        base = expression(index.strip("{}")) if index else None
-        if name == "sqrt" and self.accept("["):
-            base = self.sum()
+    def root(self):
+        degree = number(2)
+        if self.accept("["):
+            degree = self.sum()
             self.take("]")
+        return ("root", [self.argument(), degree])
+
+    def function(self, name, index):
+        """sin 2x, \\sin^2(x), log_2 8, max(1, 2)."""
+        base = expression(index.strip("{}")) if index else number(10)
         power = None
         if self.accept("^"):
             power = minus(self.argument()) if self.accept("-") else self.argument()
-        if name == "sqrt" and self.next[:1].isalnum():  # \sqrt3
-            arguments = [self.argument()]
-        elif opening := self.accept("(", "{", "["):
+        if opening := self.accept("(", "{", "["):
             arguments = [self.sum()]
             while self.accept(","):
                 arguments.append(self.sum())
             self.take(CLOSING[opening])
-        else:  # sin 2x
+        else:
             sign, factors = self.accept("-"), [self.factor(signs=0)]
             while self.starts_factor() and self.next[0] not in "([{" and self.next.lstrip("\\") not in FUNCTIONS:
                 factors.append(self.factor(signs=0))
             arguments = [minus(times(factors)) if sign else times(factors)]
+        if name in ("log", "lg"):
+            name, arguments = "log", [*arguments, base]
         if power == number(-1):
-            name, power = "arc" + name, None
-        if name in ("sqrt", "log", "lg"):
-            arguments.append(base or number(2 if name == "sqrt" else 10))
-        node = ({"sqrt": "root", "lg": "log"}.get(name, name), arguments)
-        return ("^", [node, power]) if power else node
+            return ("arc" + name, arguments)
+        return ("^", [(name, arguments), power]) if power else (name, arguments)
 
 
 CONSTANTS = {"π", "e", "i", "∞"}
@@ -768,10 +796,6 @@ def rounds_to(node, decimal):
     return true * decimal[1] > 0 and (abs(off) <= step / 2 or 0 <= off < step)
 
 
-def items_of(value):
-    return list(value[1]) if value[0] in ("list", "set") else [value]
-
-
 def strip_name(value):
     return value[2] if value[0] == "name" else value
 
@@ -802,17 +826,17 @@ def merge(intervals):
 
 
 def same(gold, said):
-    """Whether two values agree; the type of the gold decides how."""
+    """Whether two values agree; the type of the gold decides how. Raises Unreadable."""
     kinds = {gold[0], said[0]}
-    if kinds == {"name"} and gold[1] == said[1]:
-        return same(gold[2], said[2])
-    if "rel" in kinds or kinds == {"name"}:
+    if "rel" in kinds or kinds == {"name"} and gold[1] != said[1]:
         relations = [{"name": v[-1], "sets": v[-1], "rel": v}.get(v[0]) for v in (gold, said)]
         return all(relations) and same_relation(*relations)
     if "name" in kinds:
         return same(strip_name(gold), strip_name(said))
-    if kinds & {"%", "°"}:
-        return kinds <= {"%", "°", "expr"} and same_percent(gold, said)
+    if kinds == {"expr"}:
+        return same_number(gold[1], said[1])
+    if kinds < {"%", "°", "expr"}:
+        return same_percent(gold, said)
     if "sets" in kinds:
         return same_sets(gold, said)
     if kinds == {"seq"}:
@@ -821,16 +845,23 @@ def same(gold, said):
         items, loose = (gold[3], said[1]) if gold[0] == "seq" else (said[3], gold[1])
         named = all(item[0] == "name" for item in loose)
         return same_items(items, [i[2] for i in sorted(loose, key=lambda i: i[1])] if named else loose)
-    if kinds & {"list", "set"}:
-        return "seq" not in kinds and same_lists(items_of(gold), items_of(said))
+    if kinds & {"list", "set"} and "seq" not in kinds:
+        return same_lists(*(v[1] if v[0] in ("list", "set") else [v] for v in (gold, said)))
     if kinds == {"matrix"}:
         return len(gold[1]) == len(said[1]) and all(map(same_items, gold[1], said[1]))
-    if kinds <= {"ratio", "expr"} and "ratio" in kinds:
+    if "ratio" in kinds and kinds <= {"ratio", "expr"}:
         a, b = (v[1] if v[0] == "ratio" else [v[1], number(1)] for v in (gold, said))
         return len(a) == len(b) and all(same_expression(times([a[0], y]), times([b[0], x])) for x, y in zip(a, b))
     if gold[0] == "base" and said[0] == "expr":  # the base may be known from the question
         return gold[1].isdigit() and len(gold[1]) < 1000 and said[1] == number(int(gold[1]))
-    return same_number(gold[1], said[1]) if kinds == {"expr"} else gold == said
+    return gold == said
+
+
+def same_or_not(a, b):
+    try:
+        return same(a, b)
+    except Unreadable:
+        return False
 
 
 def same_items(a, b):
@@ -842,24 +873,16 @@ def same_percent(gold, said):
     if same_number(gold[1], said[1]):
         return True
     scaled = [{"%": ("/", [v[1], number(100)]), "°": ("°", [v[1]])}.get(v[0], v[1]) for v in (gold, said)]
-    marks, angle = {gold[0], said[0]}, "π" in symbols(gold[1]) | symbols(said[1])
-    return "expr" in marks and ("%" in marks or angle) and same_expression(*scaled)
+    comparable = "%" in (gold[0], said[0]) or "π" in symbols(gold[1]) | symbols(said[1])
+    return "expr" in (gold[0], said[0]) and comparable and same_expression(*scaled)
 
 
 def same_sets(gold, said):
-    try:
-        a, b = as_sets(gold), as_sets(said)
-        if (
-            gold[0] == said[0]
-            and gold[-1]
-            and said[-1]
-            and any(symbols(i[j]) - CONSTANTS for i in a + b for j in (0, 2))
-        ):
-            return same_relation(gold[-1], said[-1])  # a <= b and b >= a
-        a, b = merge(a), merge(b)
-    except Unreadable:
-        return False
+    a, b = as_sets(gold), as_sets(said)
+    if gold[0] == said[0] and gold[-1] and said[-1] and any(symbols(i[j]) - CONSTANTS for i in a + b for j in (0, 2)):
+        return same_relation(gold[-1], said[-1])  # a <= b and b >= a
     ends = lambda x, y: same_number(x[0], y[0]) and same_number(x[2], y[2])  # noqa: E731
+    a, b = merge(a), merge(b)
     return len(a) == len(b) and all(x[1::2] == y[1::2] and ends(x, y) for x, y in zip(a, b))
 
 
@@ -880,13 +903,6 @@ def all_matched(wanted, found, agree):
             return False
         found = found[:match] + found[match + 1 :]
     return True
-
-
-def same_or_not(a, b):
-    try:
-        return same(a, b)
-    except Unreadable:
-        return False
 
 
 PLAIN_NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,9})?")  # the common case, without further ado
@@ -1076,19 +1092,16 @@ def check_choice(completion, answer):
     return float(said == wanted)
 
 
-@lru_cache(maxsize=4096)
+@answer_reader('a choice answer is a letter or JSON {"label": "B", "choices": {"A": "...", ...}}')
 def parse_choice_answer(answer):
     """(labels of the answer, {label: text}, all labels): the answer is a bare letter or JSON; raises TaskError."""
     answer = answer.strip()
-    try:
-        task = json.loads(answer) if answer.startswith("{") else {"label": answer}
-        choices = {str(k).strip(): str(v) for k, v in (task.get("choices") or {}).items()}
-        wanted = set(re.findall(r"\w+", str(task["label"])))
-        labels = tuple(choices) or tuple("123456789" if min(wanted).isdigit() else "ABCDEFGHIJ")
-        ensure(wanted and wanted <= set(labels))
-        return wanted, choices, labels
-    except MALFORMED:
-        raise TaskError('a choice answer is a letter or JSON {"label": "B", "choices": {"A": "...", ...}}') from None
+    task = json.loads(answer) if answer.startswith("{") else {"label": answer}
+    choices = {str(k).strip(): str(v) for k, v in (task.get("choices") or {}).items()}
+    wanted = set(re.findall(r"\w+", str(task["label"])))
+    labels = tuple(choices) or tuple("123456789" if min(wanted).isdigit() else "ABCDEFGHIJ")
+    ensure(wanted and wanted <= set(labels))
+    return wanted, choices, labels
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1195,29 +1208,13 @@ def check_number(completion, answer):
     return 0.0
 
 
-@lru_cache(maxsize=4096)
+@answer_reader('a number answer is JSON {"value": "9.81 m/s^2", "rel_tol": 0.01}')
 def parse_number_answer(answer):
     """((value, unit), relative tolerance) of JSON {"value": "9.81 m/s^2", "rel_tol": 0.01}; raises TaskError."""
-    try:
-        task = json.loads(answer)
-        tolerance = Fraction(task.get("rel_tol", 0.01))
-        ensure(0 <= tolerance < 1)
-        return read_quantity(str(task["value"])), tolerance
-    except MALFORMED:
-        raise TaskError('a number answer is JSON {"value": "9.81 m/s^2", "rel_tol": 0.01}') from None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# exact: the text, white space folded
-
-
-def fold(text):
-    """White space folded, letters in lower case."""
-    return " ".join(text.split()).casefold()
-
-
-def check_exact(completion, answer):
-    return float(" ".join(strip_thinking(completion).split()) == " ".join(answer.split()) != "")
+    task = json.loads(answer)
+    tolerance = Fraction(task.get("rel_tol", 0.01))
+    ensure(0 <= tolerance < 1)
+    return read_quantity(str(task["value"])), tolerance
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1407,30 +1404,21 @@ def check_ifeval(completion, answer):
     return sum(met) / len(met) if partial else float(all(met))
 
 
-@lru_cache(maxsize=4096)
+@answer_reader('an ifeval answer is JSON {"instruction_id_list": [...], "kwargs": [{...}, ...]}')
 def parse_ifeval_answer(answer):
     """([(id, kwargs), ...], partial) of an answer; raises TaskError for what is not known: a type that is passed over in
     silence would pay every answer."""
-    try:
-        task = json.loads(answer)
-        ids, kwargs = task["instruction_id_list"], task.get("kwargs") or [{}] * len(task["instruction_id_list"])
-        pairs = [(name, {k: v for k, v in (given or {}).items() if v is not None}) for name, given in zip(ids, kwargs)]
-        ensure(pairs and len(pairs) == len(ids))
-    except MALFORMED:
-        raise TaskError('an ifeval answer is JSON {"instruction_id_list": [...], "kwargs": [{...}, ...]}') from None
+    task = json.loads(answer)
+    ids, kwargs = task["instruction_id_list"], task.get("kwargs") or [{}] * len(task["instruction_id_list"])
+    pairs = [(name, {k: v for k, v in (given or {}).items() if v is not None}) for name, given in zip(ids, kwargs)]
+    ensure(pairs and len(pairs) == len(ids))
     for name, given in pairs:
         if name not in IFEVAL:
             raise TaskError(f"unknown instruction {name!r}: only the 25 of Google's IFEval are checked (not IFBench's)")
         if ("language" in name or name.startswith("change_case:english")) and not has_langdetect():
             raise TaskError("this task needs language detection: pip install langdetect")
-        try:
+        with contextlib.suppress(NeedsWorker):
             IFEVAL[name]("", **given)  # a trial shows arguments that are missing, unknown or of a wrong type
-        except NeedsWorker:
-            pass
-        except (TypeError, AttributeError) as error:
-            raise TaskError(
-                f"{name} has wrong arguments {given}: {str(error).replace('<lambda>()', 'it is')}"
-            ) from None
     return pairs, bool(task.get("partial"))
 
 
@@ -1515,25 +1503,22 @@ def same_argument(said, good):
     return (type(said) is type(good) or (type(said), type(good)) == (int, float)) and said == good
 
 
-@lru_cache(maxsize=4096)
+@answer_reader('a tool answer is JSON {"calls": [{"name": "f", "arguments": {"x": 1}}, ...]}')
 def parse_tool_answer(answer):
     """The calls of an answer as {"name", "accept": {argument: [values]}, "optional"}; raises TaskError."""
-    try:
-        calls = []
-        for call in json.loads(answer)["calls"]:
-            if "name" in call:
-                name, optional = call["name"], set(call.get("optional", []))
-                accept = {key: [value] for key, value in call["arguments"].items()}
-                accept |= {key: [*accept.get(key, []), *values] for key, values in call.get("accept", {}).items()}
-            else:  # BFCL's form
-                ((name, accept),) = call.items()
-                optional = {key for key, values in accept.items() if "" in list(values)}
-            ensure(isinstance(name, str) and optional <= accept.keys())
-            calls.append({"name": name, "accept": accept, "optional": optional})
-        ensure(calls)
-        return calls
-    except MALFORMED:
-        raise TaskError('a tool answer is JSON {"calls": [{"name": "f", "arguments": {"x": 1}}, ...]}') from None
+    calls = []
+    for call in json.loads(answer)["calls"]:
+        if "name" in call:
+            name, optional = call["name"], set(call.get("optional", []))
+            accept = {key: [value] for key, value in call["arguments"].items()}
+            accept |= {key: [*accept.get(key, []), *values] for key, values in call.get("accept", {}).items()}
+        else:  # BFCL's form
+            ((name, accept),) = call.items()
+            optional = {key for key, values in accept.items() if "" in list(values)}
+        ensure(isinstance(name, str) and optional <= accept.keys())
+        calls.append({"name": name, "accept": accept, "optional": optional})
+    ensure(calls)
+    return calls
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1599,30 +1584,24 @@ def check_code(completion, answer, worker, timeout):
     return "timeout" if "timeout" in reply else float(reply.get("passed", False))
 
 
-@lru_cache(maxsize=4096)
+@answer_reader('a code answer is JSON {"type": "stdin" | "function" | "assert", ...} with "cases" or "asserts"')
 def parse_code_answer(answer):
     """The answer of a code task as a dictionary, checked; raises TaskError."""
-    try:
-        task = {"imports": "", "wanted": ()} | json.loads(answer)
-        if task["type"] == "stdin":
-            ensure(task["cases"] and all(isinstance(text, str) for case in task["cases"] for text in case))
-            ensure(all(len(case) == 2 for case in task["cases"]))
-        elif task["type"] == "function":
-            ensure(task["cases"] and all(isinstance(arguments, list) for arguments, _ in task["cases"]))
-            target = ".".join(filter(None, (task.get("cls"), task["name"])))
-            task["calls"] = [[target, encode(arguments)] for arguments, _ in task["cases"]]
-            task |= {"expected": [expected for _, expected in task["cases"]], "same": same_value}
-            task["wanted"] = (target.split(".")[0],)
-        elif task["type"] == "assert":
-            ensure(task["asserts"] and all(isinstance(line, str) for line in task["asserts"]))
-            parse_asserts(task)
-        else:
-            raise KeyError(task["type"])
-    except MALFORMED as error:
-        raise TaskError(
-            'a code answer is JSON {"type": "stdin" | "function" | "assert", ...} with "cases" or "asserts" '
-            f"({type(error).__name__}: {str(error)[:80]})"
-        ) from None
+    task = {"imports": "", "wanted": ()} | json.loads(answer)
+    if task["type"] == "stdin":
+        ensure(task["cases"] and all(isinstance(text, str) for case in task["cases"] for text in case))
+        ensure(all(len(case) == 2 for case in task["cases"]))
+    elif task["type"] == "function":
+        ensure(task["cases"] and all(isinstance(arguments, list) for arguments, _ in task["cases"]))
+        target = ".".join(filter(None, (task.get("cls"), task["name"])))
+        task["calls"] = [[target, encode(arguments)] for arguments, _ in task["cases"]]
+        task |= {"expected": [expected for _, expected in task["cases"]], "same": same_value}
+        task["wanted"] = (target.split(".")[0],)
+    elif task["type"] == "assert":
+        ensure(task["asserts"] and all(isinstance(line, str) for line in task["asserts"]))
+        parse_asserts(task)
+    else:
+        raise KeyError(task["type"])
     return task
 
 
@@ -1726,7 +1705,6 @@ WARM = (
     "collections heapq bisect itertools functools math string re typing copy operator".split()
 )  # what programs import
 TYPING = {}  # names that LeetCode's solutions use without an import, filled in the worker
-MAPPINGS = {dict}  # and the dictionaries of collections, in the worker
 TYPES = {name: value for name, value in vars(builtins).items() if type(value) is type}
 SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
 CODECS = {  # name in a message: (type, to JSON, from JSON)
@@ -1749,7 +1727,7 @@ def encode(value, keep=None, depth=0):
         return [again(v) for v in value]
     if SEQUENCES.get(kind.__name__) is kind:
         return {kind.__name__: [again(v) for v in value]}
-    if kind in MAPPINGS:
+    if isinstance(value, dict):  # also a Counter
         return {"dict": [[again(k), again(v)] for k, v in dict(value).items()]}
     for name, (known, to_json, _) in CODECS.items():
         if kind is known:
@@ -1779,14 +1757,7 @@ def decode(data, handle=None):
     return handle(body) if handle and kind == "handle" else NOTHING
 
 
-class Opaque:
-    """A value that could not be sent: equal to nothing but itself, and false."""
-
-    def __bool__(self):
-        return False
-
-
-NOTHING = Opaque()
+NOTHING = object()  # stands for a value that could not be sent: equal to nothing else
 
 
 def send(fd, message):
@@ -1822,13 +1793,11 @@ def worker_main(isolation, user):
     sandbox = Sandbox(isolation == "namespaces", user == "0", jobs, replies)
     for name in WARM:
         __import__(name)
-    import collections
     import typing
 
     os.environ.clear()
     os.environ.update(PATH="/usr/bin:/bin", HOME=SCRATCH, TMPDIR=SCRATCH, LANG="C.UTF-8", OPENBLAS_NUM_THREADS="1")
     TYPING.update({n: getattr(typing, n) for n in "Any Callable Dict List Optional Set Tuple Union".split()})
-    MAPPINGS.update({collections.Counter, collections.OrderedDict, collections.defaultdict})
     send(replies, "ready")
     gc.freeze()  # fewer pages to copy after a fork
     while True:
@@ -1903,7 +1872,8 @@ class Sandbox:
     def spawn(self, body, seconds, keep=()):
         """Forks a child that runs body() with limits in an empty folder; returns its process id."""
         if not self.children:
-            self.folder = SCRATCH if self.isolated else temporary_folder()
+            self.folder = SCRATCH if self.isolated else temporary_path()
+            self.isolated or os.mkdir(self.folder, 0o700)
         pid = os.fork()
         if pid:
             self.children.append(pid)
@@ -1964,7 +1934,12 @@ class Sandbox:
                 doomed = map(int, orphans.read_text().split()) if orphans.exists() else []
         self.children = []
         if not self.isolated:
-            remove_folder(self.folder)
+            import shutil
+
+            for path, names, _ in os.walk(self.folder):
+                for name in names:  # of folders, which may be locked
+                    os.path.islink(os.path.join(path, name)) or os.chmod(os.path.join(path, name), 0o700)
+            shutil.rmtree(self.folder, ignore_errors=True)
             return
         with contextlib.suppress(OSError):
             os.unlink(f"{SCRATCH}/solution.py")
@@ -1972,30 +1947,16 @@ class Sandbox:
             self.fresh_folders()
 
 
-def temporary_folder():
-    import tempfile
-
-    return tempfile.mkdtemp(prefix="verifiers-")
-
-
-def remove_folder(folder):
-    import shutil
-
-    with contextlib.suppress(OSError, RecursionError):
-        os.chmod(folder, 0o700)
-        for path, names, _ in os.walk(folder):
-            for name in names:
-                os.path.islink(os.path.join(path, name)) or os.chmod(os.path.join(path, name), 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+def temporary_path():
+    return f"/tmp/verifiers-{os.getpid()}-{time.monotonic_ns()}"
 
 
 def memory_file(content=b""):
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("file", os.MFD_CLOEXEC)
+        fd = os.memfd_create("file")
     else:
-        import tempfile
-
-        fd = os.dup(tempfile.TemporaryFile().fileno())
+        fd = os.open(path := temporary_path(), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.unlink(path)
     os.write(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
@@ -2083,15 +2044,12 @@ class Remote:
             raise AttributeError(name)
         return self.ask("getattr", self.target, (name,))
 
-    __call__ = lambda self, *args, **kwargs: self.ask("call", self.target, args, kwargs)  # noqa: E731
-    __setattr__ = lambda self, *args: self.ask("setattr", self.target, args)  # noqa: E731
-    __getitem__ = lambda self, *args: self.ask("getitem", self.target, args)  # noqa: E731
     __iter__ = lambda self: iter(self.ask("list", self.target))  # noqa: E731
-    __len__ = lambda self: self.ask("len", self.target)  # noqa: E731
-    __str__ = lambda self: self.ask("str", self.target)  # noqa: E731
     __bool__ = lambda self: False  # noqa: E731
 
 
+for do in ("call", "setattr", "getitem", "len", "str"):
+    setattr(Remote, f"__{do}__", lambda self, *args, do=do, **kwargs: self.ask(do, self.target, args, kwargs))
 REMOTE = {"getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "list": list, "len": len, "str": str}
 REMOTE["call"] = lambda function, *args, **kwargs: function(*args, **kwargs)
 
@@ -2119,8 +2077,8 @@ def judge(tests, names, connection):
 
     def ask(do, target, args=(), kwargs=None):
         number = lambda value: value.target if type(value) is Remote else None  # noqa: E731
-        sent = {"args": encode(list(args), number), "kwargs": encode(kwargs or {}, number)["dict"]}
-        send(connection, {"do": do, "target": target, "args": sent["args"], "kwargs": {"dict": sent["kwargs"]}})
+        sent = {"args": encode(list(args), number), "kwargs": encode(kwargs or {}, number)}
+        send(connection, sent | {"do": do, "target": target})
         reply = receive(connection)
         if "error" in reply:
             raise getattr(builtins, reply["error"], RuntimeError)
@@ -2170,11 +2128,8 @@ def run_tests(sandbox, code, names, imports, seconds):
     return {"timeout": True} if status is None else {"passed": status == 0 and output == b"read pass"}
 
 
-def run_score(sandbox, verifier, completion, answer):
-    return {"outcome": check((verifier, completion, answer))}
-
-
-JOBS = {"program": run_program, "function": run_function, "tests": run_tests, "score": run_score}
+JOBS = {"program": run_program, "function": run_function, "tests": run_tests}
+JOBS["score"] = lambda sandbox, **row: {"outcome": check((row["verifier"], row["completion"], row["answer"]))}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2202,32 +2157,30 @@ class Worker:
     def __init__(self):
         if os.name != "posix":
             raise TaskError("this check needs a worker process and runs on Linux and macOS; on Windows use WSL")
-        import logging
         import shutil
         import subprocess
 
-        pipe, user = subprocess.PIPE, os.geteuid()
-        for isolation, prefix in [*self.isolations.items()]:
-            if not prefix or shutil.which(prefix[0]):
-                command = [*prefix, *["--map-root-user"] * bool(prefix and user), *self.command, isolation, str(user)]
-                environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
-                quiet = subprocess.DEVNULL if prefix else None
-                self.process = subprocess.Popen(
-                    command, env=environment, stdin=pipe, stdout=pipe, stderr=quiet, bufsize=0
-                )
-                try:
-                    self.call(None, 60.0)
-                    break
-                except WorkerFailed:
-                    self.stop()
-            self.isolations.pop(isolation, None)
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
+        user = str(os.geteuid())
+        for name, prefix in [*self.isolations.items()]:
+            if prefix and not shutil.which(prefix[0]):
+                continue
+            command = [*prefix, *["--map-root-user"] * (prefix != [] and user != "0"), *self.command, name, user]
+            streams["stderr"] = subprocess.DEVNULL if prefix else None
+            self.isolation, self.process = name, subprocess.Popen(command, env=environment, **streams)
+            with contextlib.suppress(WorkerFailed):
+                self.call(None, 60.0)
+                break
+            self.stop()
+            del Worker.isolations[name]
         else:
             raise TaskError("no worker process could be started")
-        self.isolation = isolation
         if not Worker.logged:
-            Worker.logged = True
-            level = logging.INFO if isolation == "namespaces" else logging.WARNING
-            logging.getLogger("verifiers").log(level, "programs of the model run in children with %s", isolation)
+            import logging
+
+            Worker.logged, level = True, logging.INFO if self.isolation == "namespaces" else logging.WARNING
+            logging.getLogger("verifiers").log(level, "programs of the model run in children with %s", self.isolation)
 
     def call(self, job, seconds, tests=None):
         """The worker's reply to a job; raises WorkerFailed when there is none in time."""
@@ -2248,26 +2201,23 @@ class Worker:
 
 
 class Pool:
-    """Idle workers, those for programs apart from those that have loaded a detector or mpmath; started as they are
-    needed, up to what the batches ask for."""
+    """Idle workers, started as they are needed; those for programs are apart from those that have loaded mpmath."""
 
     def __init__(self):
         self.idle, self.pid = {"code": [], "score": []}, os.getpid()
 
     def take(self, kind="code"):
-        while True:
-            try:
-                worker = self.idle[kind].pop()  # a list's pop and append are atomic
-            except IndexError:
-                return Worker()
-            if worker.process.poll() is None:
-                return worker
-            worker.stop()
+        while self.idle[kind]:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                worker = self.idle[kind].pop()
+                if worker.process.poll() is None:
+                    return worker
+                worker.stop()
+        return Worker()
 
     def stop(self):
-        for workers in self.idle.values() if self.pid == os.getpid() else ():
-            while workers:
-                workers.pop().stop()
+        for worker in [w for workers in self.idle.values() for w in workers] if self.pid == os.getpid() else ():
+            worker.stop()
 
 
 POOL = Pool()
@@ -2327,10 +2277,6 @@ def check(row):
         return 0.0
 
 
-def cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def verify_batch(rows, workers=None, timeout=TIMEOUT):
     """Scores of (verifier, completion, answer) rows, in order; equal rows are checked once.
 
@@ -2352,7 +2298,8 @@ def verify_batch(rows, workers=None, timeout=TIMEOUT):
     if slow:
         from concurrent.futures import ThreadPoolExecutor
 
-        with ThreadPoolExecutor(min(workers or cores(), len(slow))) as threads:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with ThreadPoolExecutor(min(workers or cores, len(slow))) as threads:
             outcomes.update(zip(slow, threads.map(lambda row: check_outside(row, timeout), slow)))
     counts = {}
     for row in rows:
@@ -2376,6 +2323,10 @@ def verify(verifier, completion, answer):
 BOXED = "Think step by step. Put the final answer in \\boxed{}."
 LETTER = "Think step by step. End with a line `Answer: X`, where X is the letter of the right option."
 PYTHON = "Write a complete Python program text in one ```python block: imports, the function, nothing that runs it."
+STDIN = "Write a complete Python program in one ```python block that reads standard input and prints the answer."
+CALLS = 'Answer with one line <tool_call>{"name": ..., "arguments": {...}}</tool_call> for each function call, nothing else.'
+
+# Layouts: what the columns of a data set are made into, a row of this project, or None where it has no answer to check.
 
 
 def task(prompt, domain, verifier, answer, **more):
@@ -2383,142 +2334,282 @@ def task(prompt, domain, verifier, answer, **more):
     return {"prompt": prompt, "domain": domain, "verifier": verifier, "answer": answer} | more
 
 
-def options(question, texts, labels, answer, domain="science"):
-    listed = "\n".join(f"{label}. {text}" for label, text in zip(labels, texts))
-    gold = {"label": answer, "choices": dict(zip(labels, texts))}
-    return task(f"{question}\n\n{listed}\n\n{LETTER}", domain, "choice", gold)
+def math_task(problem, answer):
+    """The answer as it is, or the last box or #### line in it: gsm8k's and MATH's golds are whole solutions."""
+    answer = unmarked(str(answer if answer is not None else "")).strip()
+    return task(f"{problem}\n\n{BOXED}", "math", "math", answer) if answer else None
 
 
-def gsm8k(row):
-    return task(
-        f"{row['question']}\n\n{BOXED}", "math", "math", row["answer"].split("####")[-1].strip().replace(",", "")
-    )
+def dapo_task(messages, reward_model):
+    """DAPO's prompts are wrapped in a request for a line "Answer: ..."."""
+    wrapping = r"\ASolve the following math problem.*?\n\n|\n\nRemember to put your answer on its own line.*\Z"
+    return math_task(re.sub(wrapping, "", messages[0]["content"], flags=re.DOTALL), reward_model["ground_truth"])
 
 
-def svamp(row):
-    question = f"{row['Body'].strip().rstrip('.')}. {row['Question']}"
-    return task(f"{question}\n\n{BOXED}", "math", "math", str(row["Answer"]).removesuffix(".0"))
+def svamp_task(body, question, answer):
+    return math_task(f"{body.strip().rstrip('.')}. {question}", str(answer).removesuffix(".0"))
 
 
-def math500(row):
-    return task(f"{row['problem']}\n\n{BOXED}", "math", "math", row["answer"], id=row.get("unique_id"))
+def choice_task(question, texts, answer, labels="ABCDEFGHIJ"):
+    """`answer` is a label, or counts from 0."""
+    choices = dict(zip(labels, texts))
+    gold = {"label": labels[answer] if isinstance(answer, int) else answer, "choices": choices}
+    listed = "\n".join(f"{label}. {text}" for label, text in choices.items())
+    return task(f"{question}\n\n{listed}\n\n{LETTER}", "science", "choice", gold)
 
 
-def openbookqa(row):
-    choices = row["choices"]
-    return options(row["question_stem"], choices["text"], choices["label"], row["answerKey"]) | {"id": row.get("id")}
+def options_task(question, choices, answer):
+    return choice_task(question, choices["text"], answer, choices["label"])
 
 
-def mmlu(row):
-    return options(row["question"], row["choices"], "ABCD", "ABCD"[int(row["answer"])])
+def shuffled_task(question, right, *wrong):
+    """Options that come without an order: theirs depends on the question only."""
+    import random
+
+    texts = random.Random(question).sample([right, *wrong], 1 + len(wrong))
+    return choice_task(question, texts, texts.index(right))
 
 
-def mbpp(row):
-    tests = row["test_list"]
-    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
-    text = f"{row.get('text') or row['prompt']}\n\nYour code must pass:\n{tests[0]}\n\n{PYTHON}"
-    return task(text, "code", "code", {"type": "assert", "setup": setup, "asserts": tests}, id=f"mbpp-{row['task_id']}")
+def assert_task(text, tests, setup):
+    setup = "\n".join(setup) if isinstance(setup, list) else setup
+    text = f"{text}\n\nYour code must pass:\n{tests[0]}\n\n{PYTHON}"
+    return task(text, "code", "code", {"type": "assert", "setup": setup, "asserts": tests})
 
 
-def humaneval(row):
-    text = f"Complete this function:\n\n```python\n{row['prompt'].strip()}\n```\n\n{PYTHON}"
-    name = row["entry_point"]
+def humaneval_task(prompt, test, name):
     # the prompt's own helpers (poly, encode_shift, ...) come with the tests: a solution must not bring its own judge
-    tests = {"type": "assert", "setup": row["prompt"] + "\n" + row["test"], "asserts": [f"check({name})"]}
-    return task(text, "code", "code", tests | {"entry_point": name}, id=row["task_id"])
+    tests = {"type": "assert", "setup": prompt + "\n" + test, "asserts": [f"check({name})"], "entry_point": name}
+    return task(f"Complete this function:\n\n```python\n{prompt.strip()}\n```\n\n{PYTHON}", "code", "code", tests)
 
 
-def ifeval(row):
-    kwargs = [{k: v for k, v in (kwargs or {}).items() if v is not None} for kwargs in row["kwargs"]]
-    answer = {"instruction_id_list": row["instruction_id_list"], "kwargs": kwargs}
-    return task(row["prompt"], "instruction", "ifeval", answer, id=f"ifeval-{row['key']}")
+def cases_task(problem, tests, starter="", metadata=None):
+    """Inputs and outputs as APPS, TACO, Eurus-2, LiveCodeBench and DeepCoder have them: lists side by side, or a list of
+    pairs; of programs, or of a function, whose arguments LiveCodeBench writes as lines of JSON."""
+    tests, name = json.loads(tests) if isinstance(tests, str) else tests, (metadata or {}).get("func_name")
+    if isinstance(tests, dict):
+        name = tests.get("fn_name") or name
+        tests = [{"input": text, "output": wanted} for text, wanted in zip(tests["inputs"], tests["outputs"])]
+    if not tests:
+        return None
+    pairs = [(test["input"], test["output"]) for test in tests]
+    if not name:
+        cases = [[x if isinstance(x, str) else "\n".join(map(str, x)) for x in pair] for pair in pairs]
+        return task(f"{problem}\n\n{STDIN}", "code", "code", {"type": "stdin", "cases": cases})
+    if isinstance(pairs[0][0], str):
+        cases = [[[json.loads(line) for line in text.splitlines()], json.loads(wanted)] for text, wanted in pairs]
+    else:  # APPS and TACO wrap the value in a list
+        cases = [[args, out[0] if isinstance(out, list) and len(out) == 1 else out] for args, out in pairs]
+    answer = {"type": "function", "name": name, "cases": cases}
+    answer |= {"cls": "Solution"} if "class Solution" in (starter or "") else {}
+    return task(f"{problem}\n\n{starter or f'The function is called {name}.'}\n\n{PYTHON}", "code", "code", answer)
 
 
-# name: (hub id, config, default split, row -> task)
-PRESETS = {
-    "gsm8k": ("openai/gsm8k", "main", "train", gsm8k),
-    "svamp": ("ChilleD/SVAMP", None, "test", svamp),
-    "math500": ("HuggingFaceH4/MATH-500", None, "test", math500),
-    "openbookqa": ("allenai/openbookqa", "main", "train", openbookqa),
-    "mmlu-stem": ("TIGER-Lab/MMLU-STEM", None, "test", mmlu),
-    "mbpp": ("google-research-datasets/mbpp", "full", "train", mbpp),
-    "mbpp-sanitized": ("google-research-datasets/mbpp", "sanitized", "train", mbpp),
-    "humaneval": ("openai/openai_humaneval", None, "test", humaneval),
-    "ifeval": ("google/IFEval", None, "train", ifeval),
-}
+def ifeval_task(prompt, ids, kwargs):
+    kwargs = [{k: v for k, v in (given or {}).items() if v is not None} for given in kwargs]
+    return task(prompt, "instruction", "ifeval", {"instruction_id_list": list(ids), "kwargs": kwargs})
+
+
+RLVR_IFEVAL = """verify_keywords keywords:existence keywords=keyword_list
+verify_keyword_frequency keywords:frequency keyword=word frequency=N relation=exactly
+validate_forbidden_words keywords:forbidden_words forbidden_words=forbidden_words
+verify_letter_frequency keywords:letter_frequency letter=letter let_frequency=N let_relation=exactly
+validate_response_language language:response_language language=language
+validate_word_constraint length_constraints:number_words num_words=N relation=quantifier
+verify_sentence_constraint length_constraints:number_sentences num_sentences=N relation=quantifier
+validate_paragraphs length_constraints:nth_paragraph_first_word num_paragraphs=N first_word=first_word nth_paragraph=i
+verify_postscript detectable_content:postscript postscript_marker=postscript_marker
+validate_placeholders detectable_content:number_placeholders num_placeholders=N
+verify_bullet_points detectable_format:number_bullet_lists num_bullets=N
+validate_title detectable_format:title
+validate_highlighted_sections detectable_format:number_highlighted_sections num_highlights=N
+validate_sections detectable_format:multiple_sections section_spliter=section_splitter num_sections=N
+validate_json_format detectable_format:json_format
+validate_repeat_prompt combination:repeat_prompt prompt_to_repeat=original_prompt
+validate_two_responses combination:two_responses
+validate_uppercase change_case:english_capital
+validate_lowercase change_case:english_lowercase
+validate_frequency_capital_words change_case:capital_word_frequency capital_frequency=N capital_relation=quantifier
+validate_end startend:end_checker end_phrase=end_phrase
+validate_quotation startend:quotation
+validate_no_commas punctuation:no_comma"""  # function of open-instruct, instruction of IFEval, its arguments there
+RLVR_IFEVAL = {line.split()[0]: line.split()[1:] for line in RLVR_IFEVAL.split("\n")}
+
+
+def constraint_task(messages, truth):
+    """open-instruct's two forms: JSON {"func_name", its arguments} (RLVR-IFeval), or a Python list of instruction ids with
+    their arguments (IF_multi_constraints). None where a constraint is none of IFEval's 25 (two functions are not)."""
+    try:
+        truth = json.loads(truth)
+    except ValueError:
+        truth = ast.literal_eval(truth)
+    if isinstance(truth, list):
+        ids, kwargs = truth[0]["instruction_id"], truth[0]["kwargs"]
+        return ifeval_task(messages, ids, kwargs) if {*ids} <= IFEVAL.keys() else None
+    if truth["func_name"] not in RLVR_IFEVAL:
+        return None
+    instruction, *pairs = RLVR_IFEVAL[truth["func_name"]]
+    names = dict(pair.split("=") for pair in pairs)
+    kwargs = {ours: truth[theirs] for ours, theirs in names.items() if theirs != "exactly"}
+    relation = next((name for name in names if name.endswith("relation")), None)
+    if relation is None:
+        return ifeval_task(messages, [instruction], [kwargs])
+    count = next(ours for ours, theirs in names.items() if theirs == "N")
+    low = high = truth["N"]
+    if (quantifier := kwargs.get(relation, "exactly")) == "around":  # as there: within 10 %, or one sentence
+        near = 1 if "sentences" in instruction else max(round(truth["N"] * 0.1), 1)
+        low, high = low - near, high + near
+    bounds = [{relation: "at least", count: low}] * (quantifier != "at most")
+    bounds += [{relation: "less than", count: high + 1}] * (quantifier != "at least")
+    return ifeval_task(messages, [instruction] * len(bounds), [kwargs | bound for bound in bounds])
+
+
+def call_task(question, tools, calls):
+    tools = tools if isinstance(tools, str) else json.dumps(tools)
+    calls = json.loads(calls) if isinstance(calls, str) else calls
+    return task(f"{question}\n\nFunctions:\n{tools}\n\n{CALLS}", "tools", "tool", {"calls": calls}) if calls else None
+
+
+def bbh_task(question, answer):
+    return task(f"{question}\n\nAnswer with the result only.", "bbh", "exact", answer, held_out=True)
+
+
+# The columns are those of the hub, and the licence is the one that its card names. The splits of bbh are its subsets,
+# which are configs on the hub.
+GATED = "gated: accept its terms on the hub and log in there (hf auth login)"
+PRESETS = {  # name: (hub id, config, split, layout, columns, licence)
+    "gsm8k": ("openai/gsm8k", "main", "train", math_task, "question, answer", "MIT"),
+    "math": ("DigitalLearningGmbH/MATH-lighteval", "default", "train", math_task, "problem, solution", "MIT"),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test", math_task, "problem, answer", "MIT"),
+    "dapo-math-17k": ("BytedTsinghua-SIA/DAPO-Math-17k", None, "train", dapo_task, "prompt, reward_model", "Apache-2.0"),
+    "deepscaler": ("agentica-org/DeepScaleR-Preview-Dataset", None, "train", math_task, "problem, answer", "MIT"),
+    "aime24": ("HuggingFaceH4/aime_2024", None, "train", math_task, "problem, answer", "problems of the MAA"),
+    "aime25": ("MathArena/aime_2025", None, "train", math_task, "problem, answer", "CC-BY-NC-SA-4.0"),
+    "svamp": ("ChilleD/SVAMP", None, "test", svamp_task, "Body, Question, Answer", "MIT"),
+    "mbpp": ("google-research-datasets/mbpp", "full", "train", assert_task, "text, test_list, test_setup_code", "CC-BY-4.0"),
+    "mbpp-sanitized": ("google-research-datasets/mbpp", "sanitized", "train", assert_task, "prompt, test_list, test_imports", "CC-BY-4.0"),
+    "humaneval": ("openai/openai_humaneval", None, "test", humaneval_task, "prompt, test, entry_point", "MIT"),
+    "deepcoder": ("agentica-org/DeepCoder-Preview-Dataset", "primeintellect", "train", cases_task, "problem, tests, starter_code, metadata", "MIT"),
+    "openbookqa": ("allenai/openbookqa", "main", "train", options_task, "question_stem, choices, answerKey", "Apache-2.0"),
+    "arc-easy": ("allenai/ai2_arc", "ARC-Easy", "train", options_task, "question, choices, answerKey", "CC-BY-SA-4.0"),
+    "arc-challenge": ("allenai/ai2_arc", "ARC-Challenge", "train", options_task, "question, choices, answerKey", "CC-BY-SA-4.0"),
+    "sciq": ("allenai/sciq", None, "train", shuffled_task, "question, correct_answer, distractor1, distractor2, distractor3", "CC-BY-NC-3.0"),
+    "mmlu": ("cais/mmlu", "all", "test", choice_task, "question, choices, answer", "MIT"),
+    "mmlu-stem": ("TIGER-Lab/MMLU-STEM", None, "test", choice_task, "question, choices, answer", "MIT"),
+    "mmlu-pro": ("TIGER-Lab/MMLU-Pro", None, "test", choice_task, "question, options, answer", "MIT"),
+    "gpqa": ("Idavidrein/gpqa", "gpqa_diamond", "train", shuffled_task,
+             "Question, Correct Answer, Incorrect Answer 1, Incorrect Answer 2, Incorrect Answer 3", "CC-BY-4.0, " + GATED),
+    "ifeval": ("google/IFEval", None, "train", ifeval_task, "prompt, instruction_id_list, kwargs", "Apache-2.0"),
+    "rlvr-ifeval": ("allenai/RLVR-IFeval", None, "train", constraint_task, "messages, ground_truth", "ODC-BY"),
+    "if-multi-constraints": ("allenai/IF_multi_constraints_upto5", None, "train", constraint_task, "messages, ground_truth", "ODC-BY"),
+    "xlam": ("Salesforce/xlam-function-calling-60k", None, "train", call_task, "query, tools, answers", "CC-BY-4.0, " + GATED),
+    "bbh": ("lukaemon/bbh", "{split}", "boolean_expressions", bbh_task, "input, target", "MIT"),
+}  # fmt: skip
+ONE_TEST_SPLIT = {"aime24", "aime25", "gpqa", "ifeval", "bbh"}  # sets for testing only, whatever their split is called
+REPEATED = {"dapo-math-17k"}  # sets that hold each row many times
 TINY = Path(__file__).resolve().parent / "tiny" / "tasks"
 DOMAINS = ("math", "code", "science", "instruction", "reverse", "translate")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
+def from_preset(name):
+    layout, columns = PRESETS[name][3:5]
+    return lambda row: layout(*(row[column] for column in columns.split(", ")))
+
+
+def is_test_set(spec):
+    """Whether a spec names tasks that are there to test with: a test split, or a set that has no other.
+
+    >>> [is_test_set(spec) for spec in ("tiny:math", "tiny:math:test", "mmlu", "mmlu:auxiliary_train", "ifeval", "my/test.jsonl")]
+    [False, True, True, False, True, False]
+    """
+    name, _, split = spec.partition(":")
+    if name in PRESETS:
+        return name in ONE_TEST_SPLIT or (split or PRESETS[name][2]) == "test"
+    return name == "tiny" and split.split(":")[-1] == "test"
+
+
 def from_verl(row):
-    """verl's parquet rows; the domain is its ability, the verifier follows from it."""
-    reward = row["reward_model"]
-    gold = reward["ground_truth"]
-    verifier = {"code": "code", "science": "choice", "mcq": "choice", "ifeval": "ifeval"}.get(
-        str(row.get("ability", "math")).lower(), "math"
-    )
-    return task(
-        row["prompt"], str(row.get("ability") or "math").lower(), verifier, gold if isinstance(gold, str) else str(gold)
-    )
-
-
-OPEN_INSTRUCT = {
-    "gsm8k": ("math", "math"),
-    "math": ("math", "math"),
-    "test": ("math", "math"),
-    "ifeval": ("instruction", "ifeval"),
-}
+    """verl's parquet rows; the domain is its ability, the verifier follows from that and from the ground truth."""
+    truth, domain = row["reward_model"]["ground_truth"], str(row.get("ability") or "math").lower()
+    struct = json.loads(truth) if isinstance(truth, str) and truth.lstrip().startswith("{") else truth
+    if isinstance(struct, dict):
+        if "inputs" in struct:  # Eurus-2
+            return task(row["prompt"], domain, "code", cases_task("", struct)["answer"])
+        known = {"type": "code", "label": "choice", "instruction_id_list": "ifeval", "value": "number", "calls": "tool"}
+        verifier = next((known[key] for key in known if key in struct), None)
+        if verifier is None:
+            raise TaskError(f"no verifier here for a ground truth of {', '.join(map(str, struct))}")
+        return task(row["prompt"], domain, verifier, struct)
+    verifier = {"science": "choice", "mcq": "choice"}.get(domain, "math")
+    return task(row["prompt"], domain, verifier, truth if isinstance(truth, (str, list)) else str(truth))
 
 
 def from_open_instruct(row):
     """open-instruct's rows (messages, ground_truth, dataset)."""
-    name = row["dataset"][0] if isinstance(row["dataset"], list) else row["dataset"]
-    if str(name).lower() not in OPEN_INSTRUCT:
-        raise TaskError(f"dataset {name!r} of open-instruct has no verifier here: there are {', '.join(OPEN_INSTRUCT)}")
-    domain, verifier = OPEN_INSTRUCT[str(name).lower()]
-    return task(row["messages"], domain, verifier, row["ground_truth"])
+    name = str(row["dataset"][0] if isinstance(row["dataset"], list) else row["dataset"]).lower()
+    if name.startswith("ifeval"):
+        return constraint_task(row["messages"], row["ground_truth"])
+    if name not in ("gsm8k", "math", "test"):
+        raise TaskError(f"dataset {name!r} of open-instruct has no verifier here: there are gsm8k, math, ifeval")
+    return task(row["messages"], "math", "math", row["ground_truth"])
 
 
-# columns that mark a layout, and its reader
-LAYOUTS = [
+def from_trl(row):
+    """TRL's prompt-only rows with the column that its accuracy reward, or another, compares with: mathematics."""
+    return task(row["prompt"], "math", "math", str(row[next(n for n in TRL_ANSWERS if row.get(n) is not None)]))
+
+
+def from_bfcl(row):
+    turn = row["question"][0] if isinstance(row["question"], list) else row["question"]
+    return call_task(turn if isinstance(turn, str) else turn[-1]["content"], row["function"], row["ground_truth"])
+
+
+TRL_ANSWERS = ("solution", "answer", "ground_truth")
+LAYOUTS = [  # columns that mark a layout, and its reader
     ({"prompt", "verifier", "answer"}, lambda row: {"domain": row["verifier"]} | row),
     ({"prompt", "reward_model", "data_source"}, from_verl),
     ({"messages", "ground_truth", "dataset"}, from_open_instruct),
+    ({"question", "function", "ground_truth"}, from_bfcl),
+    ({"query", "tools", "answers"}, from_preset("xlam")),
+    *(({"prompt", name}, from_trl) for name in TRL_ANSWERS),
 ]
 
 
 def read_rows(path):
-    """(line number, row) of a file; plain JSON for .jsonl, `datasets` for the rest."""
-    path = Path(path)
+    """(line number, row) of a file; .json is a list, or an object with one under "examples"; `datasets` reads the rest."""
+    path, kind = Path(path), Path(path).suffix[1:]
     if not os.path.isfile(path):
         raise TaskError(f"{str(path)[:200]}: no such file")
-    if path.suffix == ".jsonl":
-        with open(path, "rb") as lines:  # bytes: a line that is not UTF-8 is refused with its number, too
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except ValueError as error:
-                        raise TaskError(f"{path}:{number}: not JSON ({error}); one object a line is wanted") from None
-                    if not isinstance(row, dict):
-                        raise TaskError(f"{path}:{number}: a JSON object is wanted, got {type(row).__name__}")
-                    yield number, row
-        return
-    import datasets
 
-    kind = path.suffix[1:]
-    as_text = {"keep_default_na": False, "converters": {"answer": str, "prompt": str}} if kind == "csv" else {}
-    try:
-        yield from enumerate(datasets.load_dataset(kind, data_files=str(path), split="train", **as_text), 1)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise TaskError(f"{path}: cannot be read as {kind} ({str(error).splitlines()[0][:120]})") from None
+    def parsed(number, text):  # of bytes: a line that is not UTF-8 is refused with its number, too
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise TaskError(f"{path}:{number}: not JSON ({error}); one object a line is wanted") from None
+
+    if kind == "jsonl":
+        lines = enumerate(path.read_bytes().split(b"\n"), 1)
+        rows = ((number, parsed(number, line)) for number, line in lines if line.strip())
+    elif kind == "json":
+        data = parsed(1, path.read_bytes())
+        rows = enumerate(data.get("examples", [data]) if isinstance(data, dict) else data, 1)
+    else:
+        import datasets
+
+        as_text = {"keep_default_na": False, "converters": {"answer": str, "prompt": str}} if kind == "csv" else {}
+        try:
+            rows = enumerate(datasets.load_dataset(kind, data_files=str(path), split="train", **as_text), 1)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            raise TaskError(f"{path}: cannot be read as {kind} ({str(error).splitlines()[0][:120]})") from None
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise TaskError(f"{path}:{number}: a JSON object is wanted, got {type(row).__name__}")
+        yield number, row
 
 
 def read_preset(name, split, data_dir):
     """Rows of a preset: DATA_DIR/<preset>/<split>.* when it is given, else the hub."""
-    hub, config, default, _ = PRESETS[name]
-    split = split or default
+    hub, config, *_, licence = PRESETS[name]
     if data_dir:
         paths = [Path(data_dir) / name / (split + suffix) for suffix in SUFFIXES]
         path = next((path for path in paths if path.exists()), None)
@@ -2528,42 +2619,48 @@ def read_preset(name, split, data_dir):
     import datasets
 
     try:
-        rows = datasets.load_dataset(hub, config, split=split)
+        config, split = (split, "test") if config == "{split}" else (config, split)
+        return (
+            (f"{hub}:{number}", row) for number, row in enumerate(datasets.load_dataset(hub, config, split=split), 1)
+        )
     except Exception as error:  # the hub client raises many kinds, all of them mean the same here
-        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-        raise TaskError(f"{name}:{split}: cannot load {hub} from the hub ({reason}); try --data_dir") from None
-    return ((f"{hub}:{number}", row) for number, row in enumerate(rows, 1))
+        reason = (str(error) or type(error).__name__).splitlines()[0][:160]
+        raise TaskError(
+            f"{name}:{split}: cannot load {hub} from the hub ({reason}; {licence}); try --data_dir"
+        ) from None
 
 
 def source(spec, data_dir):
     """(place, row, reader) of all rows that a spec names; reader is None for files, whose layout is looked up."""
     name, _, split = spec.partition(":")
     if spec.endswith(SUFFIXES):
-        for number, row in read_rows(spec):
-            yield f"{spec}:{number}", row, None
+        yield from ((f"{spec}:{number}", row, None) for number, row in read_rows(spec))
     elif name == "tiny":
         domain, _, part = split.rpartition(":")
         if part in DOMAINS and not domain:
             domain, part = part, "train"
         files = [TINY / f"{d}-{part or 'train'}.jsonl" for d in ([domain] if domain else DOMAINS)]
-        found = [path for path in files if path.exists()]
-        if not found:
+        if not (found := [path for path in files if path.exists()]):
             known = sorted(path.stem for path in TINY.glob("*.jsonl"))
             raise TaskError(
                 f"{spec}: no tiny tasks of that name; there are {', '.join(known) or 'none at ' + str(TINY)}"
             )
-        for path in found:
-            for number, row in read_rows(path):
-                yield f"{path}:{number}", row, None
+        yield from ((f"{path}:{number}", row, None) for path in found for number, row in read_rows(path))
     elif name in PRESETS:
-        for place, row in read_preset(name, split, data_dir):
-            yield place, row, PRESETS[name][3]
+        seen, reader = set(), from_preset(name)
+        for place, row in read_preset(name, split or PRESETS[name][2], data_dir):
+            key = json.dumps(row.get("prompt")) if name in REPEATED else place
+            if key not in seen:
+                seen.add(key)
+                yield place, row, reader
     else:
         raise TaskError(f"{spec}: neither a preset (tiny, {', '.join(PRESETS)}) nor a path to {', '.join(SUFFIXES)}")
 
 
 def read_task(place, row, reader):
-    """One checked task row."""
+    """One checked task row; None for one that the reader leaves out."""
+    import hashlib
+
     if reader is None:
         reader = next((reader for columns, reader in LAYOUTS if columns <= row.keys()), None)
         if reader is None:
@@ -2572,51 +2669,36 @@ def read_task(place, row, reader):
                 "(or verl's prompt, reward_model, data_source, or open-instruct's messages, ground_truth, dataset)"
             )
     try:
-        row = reader(row)
-        check_gold(row)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise TaskError(
-            f"{place}: {error if isinstance(error, TaskError) else f'{type(error).__name__} {error}'}"
-        ) from None
-    text = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
-    import hashlib
-
-    digest = hashlib.sha256((text + "\0" + row["answer"]).encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    kept = {key: row[key] for key in ("prompt", "domain", "verifier", "answer")} | {"id": str(row.get("id") or digest)}
-    return kept | ({"held_out": True} if row.get("held_out") else {})
+        if (made := reader(row)) is None:
+            return None
+        check_gold(made)
+    except (*MALFORMED, LookupError) as error:
+        reason = error if isinstance(error, TaskError) else f"{type(error).__name__} {error}"
+        raise TaskError(f"{place}: {reason}") from None
+    text = made["prompt"] if isinstance(made["prompt"], str) else json.dumps(made["prompt"])
+    digest = hashlib.sha256((text + "\0" + made["answer"]).encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    kept = {key: made[key] for key in ("prompt", "domain", "verifier", "answer")} | {
+        "id": str(made.get("id") or digest)
+    }
+    return kept | ({"held_out": True} if made.get("held_out") else {})
 
 
 def check_gold(row):
     """Raises TaskError for a row that could never be scored rightly."""
     prompt, verifier, answer = row["prompt"], row["verifier"], row["answer"]
-    chat = (
-        isinstance(prompt, list)
-        and prompt
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
-    )
-    if not (isinstance(prompt, str) and prompt.strip() or chat):
+    chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    if not (isinstance(prompt, str) and prompt.strip() or chat and prompt):
         raise TaskError("the prompt must be a text or a list of messages with role and content")
     if not isinstance(answer, str):
         raise TaskError(f"the answer must be a string (JSON where structured), got {type(answer).__name__}")
     if verifier not in GOLDS:
         raise TaskError(f"unknown verifier {verifier!r}: there are {', '.join(GOLDS)}")
-    GOLDS[verifier](answer)
-
-
-def check_gold_text(answer):
-    if not answer.strip():
+    if GOLDS[verifier](answer) == "":
         raise TaskError("the answer is empty")
 
 
-GOLDS = {
-    "math": golds,
-    "code": parse_code_answer,
-    "choice": parse_choice_answer,
-    "number": parse_number_answer,
-    "ifeval": parse_ifeval_answer,
-    "tool": parse_tool_answer,
-    "exact": check_gold_text,
-}
+GOLDS = {"math": golds, "code": parse_code_answer, "choice": parse_choice_answer, "number": parse_number_answer}
+GOLDS |= {"ifeval": parse_ifeval_answer, "tool": parse_tool_answer, "exact": str.strip}
 
 
 def load_tasks(spec, limit=None, seed=0, data_dir=None):
@@ -2625,9 +2707,17 @@ def load_tasks(spec, limit=None, seed=0, data_dir=None):
     spec: "tiny:math", "tiny:math:test", "tiny:test" (all domains of a split), "gsm8k:test", or a path.
     limit: keep so many rows, drawn with `seed`, in their old order. Raises TaskError, one line that names the place.
     """
-    rows = [read_task(*item) for item in source(str(spec), data_dir)]
+    read = [read_task(*item) for item in source(str(spec), data_dir)]
+    rows = [row for row in read if row is not None]
     if not rows:
-        raise TaskError(f"{spec}: no rows")
+        raise TaskError(f"{spec}: no rows" + (" with an answer that can be checked" if read else ""))
+    if len(rows) < len(read):
+        import logging
+
+        missing = len(read) - len(rows)
+        logging.getLogger("verifiers").warning(
+            "%s: %d of %d rows have no answer that can be checked: left out", spec, missing, len(read)
+        )
     if limit is not None and limit < len(rows):
         import random
 
@@ -2647,25 +2737,19 @@ def main(path):
     started = time.monotonic()
     scores = verify_batch([(row["verifier"], row["completion"], row["answer"]) for _, row in rows])
     seconds = time.monotonic() - started
-    table = {}
+    table = {}  # group: rows, wrongly paid, wrongly refused
     for (_, row), score in zip(rows, scores):
-        print(json.dumps({"score": score} | ({"expected": row["expected"]} if "expected" in row else {})))
-        if "expected" in row:
-            group = "apart (debatable, policy)" if row.get("debatable") or row.get("policy") else "core"
-            for name in (group, f"  {row.get('kind', row['verifier'])}"):
-                entry = table.setdefault(name, [0, 0, 0])
-                entry[0] += 1
-                entry[1] += score > row["expected"]
-                entry[2] += score < row["expected"]
+        expected = row.get("expected", score)
+        print(json.dumps({"score": score} | ({"expected": expected} if "expected" in row else {})))
+        group = "apart (debatable, policy)" if row.get("debatable") or row.get("policy") else "core"
+        for name in (group, f"  {row.get('kind', row['verifier'])}") if "expected" in row else ():
+            counts = table.get(name, (0, 0, 0))
+            table[name] = (counts[0] + 1, counts[1] + (score > expected), counts[2] + (score < expected))
     print(f"{len(rows)} rows, mean score {sum(scores) / max(len(rows), 1):.3f}, {seconds:.1f} s", file=sys.stderr)
     print(f"zeros that are no plain wrong answers: {scores.counts or 'none'}", file=sys.stderr)
-    for name, (n, false_right, false_wrong) in sorted(
-        table.items(), key=lambda item: (item[0].startswith(" "), item[0])
-    ):
-        if not name.startswith(" ") or false_right or false_wrong:
-            print(
-                f"{name:36} {n:5} rows  {false_right:3} wrongly paid  {false_wrong:3} wrongly refused", file=sys.stderr
-            )
+    for name, (n, paid, refused) in sorted(table.items(), key=lambda item: (item[0][0] == " ", item[0])):
+        if name[0] != " " or paid or refused:
+            print(f"{name:36} {n:5} rows  {paid:3} wrongly paid  {refused:3} wrongly refused", file=sys.stderr)
 
 
 if __name__ == "__main__":

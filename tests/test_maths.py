@@ -307,6 +307,25 @@ def test_gradient_does_not_depend_on_packing(grpo, make_model, kind):
     same_gradients(gradients, expected)
 
 
+def test_gradient_checkpointing_changes_nothing(grpo, make_model):
+    """Layers in training mode recompute; what lies below them, dropout for one, is not in training mode."""
+    model = make_model("gpt2", seed=9)
+    tokens, lengths = torch.randint(1, 60, (4, 6)), torch.tensor([4, 1, 6, 2])
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.activation_checkpointing_enable()
+            for layer in model.modules():
+                layer.training = isinstance(layer, grpo.GradientCheckpointingLayer)
+            assert sum(layer.training for layer in model.modules()) == 2
+        logprobs, mask = grpo.completion_logprobs(model, PROMPTS, tokens, lengths, 0, 1.0)
+        (logprobs * mask).sum().backward()
+        found.append([logprobs.detach(), *(weight.grad.clone() for weight in model.parameters())])
+        model.zero_grad()
+    for plain, recomputed in zip(*found):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)
+
+
 def test_pack_groups(grpo, make_model):
     model = make_model()
     prompts, lengths = [[1] * 40] * 4 + [[1] * 2] * 4, [3] * 8

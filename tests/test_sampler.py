@@ -1,6 +1,7 @@
 """The sampler against model.generate and a plain forward, its draws against the distribution, and its contract."""
 
 import importlib
+import inspect
 import math
 
 import numpy as np
@@ -88,6 +89,46 @@ def test_logprobs_equal_a_full_forward(sampler, make_model, kind, temperature):
     for row, tokens in enumerate(rows_of(out)):
         expected = forward_logprobs(model, PROMPTS[row // 3], tokens, temperature)
         torch.testing.assert_close(out.logprobs[row, : len(tokens)], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_the_cache_grows_beyond_its_first_room(sampler, make_model, kind):
+    """Slots makes room for 64 tokens at a time; rows leave before, between and after."""
+    model = make_model(kind)
+    caps = torch.tensor([3, 140, 70, 64, 65, 66, 139, 1, 100, 2, 63, 129])
+    out = sampler.sample(model, PROMPTS, **settings(max_completion_length=caps))
+    assert out.lengths.tolist() == caps.tolist()
+    for row, tokens in enumerate(rows_of(out)):
+        expected = forward_logprobs(model, PROMPTS[row // 3], tokens)
+        torch.testing.assert_close(out.logprobs[row, : len(tokens)], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_asking_rarely_who_has_ended_changes_nothing(sampler, make_model, kind):
+    """On a GPU ended rows stay in the batch for up to 8 tokens. The same lines, run on the CPU."""
+    source = inspect.getsource(sampler.sample)
+    rarely = source.replace('device.type == "cpu" or ', "")
+    assert rarely != source
+    namespace = dict(vars(sampler))
+    exec(rarely, namespace)
+    model = make_model(kind)
+    free = sampler.sample(model, PROMPTS, **settings(max_completion_length=30)).tokens
+    how = settings(max_completion_length=torch.arange(18, 30), eos_ids=[int(free[0, 4]), int(free[5, 9])], slots=7)
+    same(namespace["sample"](model, PROMPTS, **how), sampler.sample(model, PROMPTS, **how))
+
+
+def test_a_recurrent_cache_is_left_to_generate(sampler, make_model, capsys):
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    assert sampler.cache_fits(make_model("gemma3")) and sampler.cache_fits(make_model("gpt2"))
+    assert capsys.readouterr().out == ""
+    small = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    small |= dict(
+        num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8
+    )
+    model = FalconH1ForCausalLM(FalconH1Config(**small))
+    assert not sampler.cache_fits(model)
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------------- draws
