@@ -19,14 +19,20 @@ seed), and corrections for the many pairs compared.
 import argparse
 import dataclasses
 import difflib
+import fcntl
 import importlib.util
 import itertools
 import json
 import math
 import os
+import pickle
 import resource
+import shutil
+import signal
 import sys
 import time
+import traceback
+import zipfile
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,11 +43,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, HfArgumentParser
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, HfArgumentParser
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.hf_argparser import HfArg
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from verifiers import TaskError, claims, final_answer, load_tasks, parse_choice_answer, strip_thinking, verify_batch
 
@@ -52,9 +59,36 @@ PAPER_COSTS = {"merge": "1.00", "mix": "0.58-0.67", "mopd": "1.14-1.19"}
 
 
 def stop(message):
-    """End as bad input should: one line on stderr that says what to do, and exit code 2."""
+    """End as bad input should: one line on stderr that says what to do, and exit code 2. --debug adds the traceback."""
+    if "--debug" in sys.argv:
+        (traceback.print_exc if sys.exc_info()[0] else traceback.print_stack)()
     print(f"{os.path.basename(sys.argv[0])}: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def first_line(error):
+    """The first line of an error's message, or its kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":.")
+
+
+def run(main):
+    """Call a script's main. What the world does to a run ends in one line, as bad input does; a bug keeps its traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print(f"{os.path.basename(sys.argv[0])}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:  # a full disk, a folder that is gone, no file handle left
+        stop(f"{first_line(error)}. What was saved stands: mend it and call again (training: with --resume)")
+    except TaskError as error:
+        stop(error)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+            raise
+        stop(
+            "out of memory: lower --slots if it was sampling, --tokens_per_microbatch if it was training. What was saved "
+            "stands: call again (training: with --resume)"
+        )
 
 
 @dataclass
@@ -80,25 +114,47 @@ class Args:
     # fmt: on
 
     def __post_init__(self):
-        if self.k < 1 or self.max_completion_length < 1 or self.max_prompt_length < 1 or self.slots < 1:
-            stop("--k, --max_completion_length, --max_prompt_length and --slots must be 1 or more")
-        if self.seed < 0 or self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.limit < 0:
-            stop("--seed, --temperature, --top_k and --limit must be 0 or more, and --top_p in (0, 1]")
+        least = dict(k=1, max_completion_length=1, max_prompt_length=1, slots=1)
+        check_bounds(self, least | dict(seed=0, temperature=0, top_k=0, limit=0), above_0=["top_p"])
+        if self.top_p > 1:
+            stop(f"--top_p must be 1 or less, not {self.top_p}")
         names = [model.partition("=")[0] for model in self.models]
         if not all("=" in model for model in self.models) or len(set(names)) < len(names):
             stop("--models takes NAME=folder pairs with different names, e.g. base=tiny/base math=runs/math")
+        if wrong := [name for name in names if not name or "/" in name or name.startswith(".")]:  # files are named so
+            stop(f"--models {wrong[0]}=...: a name is a word without slashes")
         for name, _, folder in (pair.partition("=") for pair in self.chosen_by):
             if name not in names or not os.path.exists(os.path.join(folder, "eval.json")):
                 stop(
                     f"--chosen_by {name}={folder}: give NAME=folder, a name of --models and a folder with an eval.json"
                 )
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            stop(f"--device {self.device}: this PyTorch sees no GPU; leave --device out, or install a CUDA build")
-        if self.dtype == "auto":
-            bfloat16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
-            self.dtype = "bfloat16" if bfloat16 else "float32"
+        settle_device(self)
         self.out = self.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def check_bounds(args, least, above_0):
+    """Refuse a number that is below the one in `least`, or not above 0, or not finite."""
+    for name, value in least.items():
+        if not value <= getattr(args, name) < math.inf:
+            stop(f"--{name} must be {value} or more, not {getattr(args, name)}")
+    for name in above_0:
+        if not 0 < getattr(args, name) < math.inf:
+            stop(f"--{name} must be above 0, not {getattr(args, name)}")
+    if args.seed >= 1 << 32:
+        stop(f"--seed must be below 2**32, not {args.seed}")
+
+
+def settle_device(args):
+    """Fill in --device and --dtype where they are left to the machine, and refuse a device that it does not have."""
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        if torch.empty(0, device=args.device).device.type not in ("cuda", "cpu", "mps"):
+            stop(f"--device {args.device}: choose cuda, cpu or mps")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        stop(f"--device {args.device}: {first_line(error)}; leave --device out, or install a PyTorch that sees it")
+    if args.dtype == "auto":
+        bfloat16 = args.device.startswith("cuda") and torch.cuda.is_bf16_supported()
+        args.dtype = "bfloat16" if bfloat16 else "float32"
 
 
 def parse_args(args_class, description):
@@ -108,7 +164,9 @@ def parse_args(args_class, description):
         "Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {}
     )
     parser.error = lambda message: stop(f"{message} (see --help)")
-    args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
+    args, _, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    args.started = time.monotonic()  # for --max_minutes; no flag, so that args.json is without it
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         near = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.7)
@@ -133,6 +191,15 @@ def model_folder(name):
         stop(f"no model at {name}: give a folder, or a hub id that this machine can reach ({type(error).__name__})")
 
 
+@contextmanager
+def loading(name):
+    """End in one line where a model cannot be read."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        stop(f"cannot load a causal language model from {name}: {first_line(error)}; give another, or fetch it again")
+
+
 def load_model(name, device):
     """A causal language model in float32 with dropout off -> (model, tokenizer, ids that end a completion, pad id).
 
@@ -140,11 +207,20 @@ def load_model(name, device):
     """
     folder = model_folder(name)
     disable_progress_bar()  # of loading; the runs show their own
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        stop(f"cannot load a causal language model from {name}: {str(error).splitlines()[0]}")
+    set_verbosity_error()  # what transformers would warn of is refused here
+    data = {"trust_remote_code": False}  # a model is data: no pickle, and no code of its own
+    with loading(name):
+        if AutoConfig.from_pretrained(folder, **data).is_encoder_decoder:
+            raise ValueError("it is an encoder-decoder")
+        tokenizer = AutoTokenizer.from_pretrained(folder, **data)
+        how = dict(use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **data)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+    if lost := [*info["missing_keys"], *info["mismatched_keys"]]:  # they would start at random
+        stop(f"{name} lacks {len(lost)} tensors of its config.json, {lost[0]} for one: fetch or save it again")
+    if broken := [key for key, weight in model.named_parameters() if not weight.isfinite().all()]:
+        stop(f"{name} holds NaN or infinite values in {broken[0]}: take an earlier save")
+    if len(tokenizer) > (rows := len(model.get_input_embeddings().weight)):
+        stop(f"{name}: the tokenizer has {len(tokenizer)} tokens and the embedding {rows} rows: they do not fit")
     listed = model.generation_config.eos_token_id
     eos_ids = sorted({tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None})
     if not eos_ids:
@@ -182,7 +258,13 @@ def load_prompts(specs, tokenizer, max_prompt_length, data_dir, limit=None, seed
             rows = load_tasks(spec, limit=limit, seed=seed, data_dir=data_dir or None)
         except TaskError as error:
             stop(error)
-        rows = [{**row, "ids": encode_prompt(tokenizer, row["prompt"])} for row in rows]
+        for row in rows:
+            try:
+                row["ids"] = encode_prompt(tokenizer, row["prompt"])
+            except Exception as error:  # a chat template is a program that raises what it likes
+                stop(f"{spec}, task {row['id']}: the chat template refuses this prompt: {first_line(error)}")
+        if copies := len(rows) - len({(str(row["prompt"]), row["answer"]) for row in rows}):
+            print(f"{spec}: {copies} of {len(rows)} tasks are there more than once, and count as often")
         kept = [row for row in rows if 0 < len(row["ids"]) <= max_prompt_length]
         if len(kept) < len(rows):
             print(f"{spec}: {len(rows) - len(kept)} of {len(rows)} prompts exceed {max_prompt_length} tokens: left out")
@@ -524,7 +606,7 @@ def end_to_end(cost, measure):
 
 def choice_cost(folder, parameters):
     """The cost of an evaluation as cost.json would hold it, from its folder: all that its models sampled."""
-    models = json.loads((Path(folder) / "eval.json").read_text())["models"].values()
+    models = read_json(Path(folder) / "eval.json")["models"].values()
     tokens = sum(domain["tokens"] for model in models for domain in model["domains"].values())
     seconds = {"sample": sum(model["seconds"] for model in models)}
     return {"parameters": parameters, "tokens_sampled": tokens, "seconds": seconds}
@@ -887,10 +969,30 @@ def draw_pictures(models, out):
 # --------------------------------------------------------------------------------------------------- run folder
 
 
+def write_whole(path, write):
+    """write(file), so that `path` is never seen half written, whatever dies: the old content stands until all is on disk."""
+    partial = Path(f"{path}.tmp")
+    try:
+        with open(partial, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(partial.parent)
+
+
+def sync_folder(folder):
+    """Put the names of a folder's files on disk, as fsync does with a file's content."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
 def write_json(path, value):
     """Write a JSON file so that it is never seen half written."""
-    Path(f"{path}.tmp").write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(f"{path}.tmp", path)
+    write_whole(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
 
 
 def peak_gb(device):
@@ -916,20 +1018,198 @@ def timed(seconds, phase, device):
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
+LOCKS = {}  # {folder: its open lock file}; a lock goes with the process that holds it, however that ends
+
+
+def lock_folder(folder):
+    """Make a folder that is this process's alone: another one that wants it is refused."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = LOCKS.setdefault(folder.resolve(), open(folder / "lock", "a"))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stop(f"{folder.parent} is in use by another process: let it end, or choose another --out")
+    except OSError as error:
+        stop(f"cannot write --out {folder.parent}: {error.strerror}; choose another")
+
+
+# Flags that a resumed run may change: none of them changes what is computed, but for the order of floating-point sums.
+FREE = """out resume overwrite device slots tokens_per_microbatch eval_every save_every save_minutes keep max_minutes
+    max_bad_steps""".split()
+
+
+def open_run(args):
+    """Make the run folder -> the saved state to continue from, or None. One that holds a run needs --resume or --overwrite."""
+    out, state, new = Path(args.out), None, dataclasses.asdict(args)
+    held = (out / "args.json").exists()
+    if args.resume and args.overwrite:
+        stop("--resume continues the run in --out and --overwrite starts it anew: give one of them")
+    if held and not (args.resume or args.overwrite):
+        stop(f"{out} already holds a run: --resume continues it, --overwrite replaces it; or choose another --out")
+    if not held and (out / "config.json").exists():
+        stop(f"{out} holds a model that no run here made: choose another --out")
+    lock_folder(out / "state")
+    changed = {}
+    if held and args.resume:
+        old = read_json(out / "args.json")
+        changed = {name: new[name] for name in new if old.get(name) != new[name]}
+        if refused := [name for name in changed if name not in FREE]:
+            stop(f"{out} was started with another --{', --'.join(refused)}: give the same, or choose another --out")
+    for pattern in ("args.json", "cost.json", "model*", "bad-step-*", "state/step-*") if args.overwrite else ():
+        for path in out.glob(pattern):
+            path.unlink()
+    if saves := sorted((out / "state").glob("step-*.pt")):
+        state = load_state(saves[-1])
+        free = [f"--{name} {changed[name]}" for name in changed if name not in ("out", "resume", "overwrite")]
+        print(f"{out}: continues after step {state['step']}" + (f", now with {' '.join(free)}" if free else ""))
+    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):
+        cut_lines(out / name, state["step"] if state else -1)
+    write_json(out / "args.json", new)
+    return state
+
+
+def read_json(path):
+    """A JSON object; {} where there is no such file."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        stop(f"{path} is not JSON: fetch or save it again")
+
+
+def read_lines(path):
+    """The rows of a .jsonl file; none where there is no such file."""
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    except ValueError as error:
+        stop(f"{path} is damaged ({first_line(error)}): restore it, or move it away")
+
+
+def cut_lines(path, step):
+    """Leave the lines of a .jsonl file up to `step`: later ones will be written again, and the last may be half a line."""
+    lines, kept = path.read_bytes().splitlines() if path.exists() else [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            kept += [line + b"\n"] if json.loads(line)["step"] <= step else []
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                stop(f"{path}:{number} is damaged, no line of a run: restore or remove it")
+    write_whole(path, lambda file: file.writelines(kept))
+
+
+def load_state(path):
+    """What save_state wrote; tensors and plain values only, as a pickle of anything else is refused."""
+    try:
+        if damaged := zipfile.ZipFile(path).testzip():
+            raise zipfile.BadZipFile(f"wrong checksum in {damaged}")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        stop(
+            f"{path} is damaged or no state of a run ({first_line(error)}): remove it, and --resume continues from the "
+            "save before it, or from the start"
+        )
+
+
+@contextmanager
+def saving(folder, tensors):
+    """Turn a write that fails into one line. What was saved before stands, as only whole files take its place."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # the last two hide an OSError
+        reason = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
+        needed, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free
+        stop(
+            f"cannot save to {folder} ({first_line(reason)}): {needed:,} bytes are needed and {free:,} free. The save "
+            "before stands: make room and continue with --resume"
+        )
+
+
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+
+
+def save_model(model, tokenizer, out):
+    """Write weights and config in the Hugging Face format, and the tokenizer's files as they are: whole, or not at all."""
+    partial = Path(out) / "state" / "model"
+    shutil.rmtree(partial, ignore_errors=True)
+    with saving(out, model.parameters()):
+        model.save_pretrained(partial)
+        for path in Path(tokenizer.name_or_path).iterdir():
+            if path.name.startswith(TOKENIZER_FILES):
+                shutil.copyfile(path, partial / path.name)
+        for path in partial.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(path, Path(out) / path.name)
+    partial.rmdir()
+    sync_folder(out)
+
+
+class Saves:
+    """When a run saves its state, and when it stops before its last step: on SIGINT or SIGTERM, or out of --max_minutes."""
+
+    def __init__(self, args):
+        self.args, self.asked, self.longest = args, "", 0.0
+        self.last_step = self.last_save = time.monotonic()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask)
+
+    def ask(self, number, frame):
+        if self.asked:  # the second time: at once
+            raise KeyboardInterrupt
+        self.asked = signal.Signals(number).name
+        os.write(2, f"{self.asked}: the run saves this step and ends; once more, and it ends at once\n".encode())
+
+    def due(self, step):
+        """Called after every step, which is the first: 1."""
+        args, now = self.args, time.monotonic()
+        self.longest, self.last_step = max(self.longest, now - self.last_step), now
+        if args.max_minutes and now + self.longest > args.started + 60 * args.max_minutes:  # another would not fit
+            self.asked = self.asked or "--max_minutes"
+        by_steps = args.save_every and (step % args.save_every == 0 or step == args.steps)
+        by_time = args.save_minutes and now > self.last_save + 60 * args.save_minutes
+        return self.asked or by_steps or by_time
+
+    def write(self, state):
+        """Save what --resume continues from, keep the last --keep of them, and end the run if it was asked to."""
+        folder, self.last_save = Path(self.args.out) / "state", time.monotonic()
+        moments = [value for of_weight in state["optimizer"]["state"].values() for value in of_weight.values()]
+        with saving(folder, [*state["model"].values(), *moments]):
+            write_whole(folder / f"step-{state['step']:08d}.pt", lambda file: torch.save(state, file))
+        for path in sorted(folder.glob("step-*.pt"))[: -self.args.keep]:
+            path.unlink()
+        if self.asked:
+            print(f"{self.args.out}: saved after step {state['step']}, as {self.asked} says; continue with --resume")
+            sys.exit(3)
+
+
+def bad_step(out, step, bad_steps, batch, limit):
+    """Note a step that made no update, as its gradient was not finite: its batch is kept, and `limit` in a row end the run.
+
+    batch: (task, completion or completions, reward or rewards) of each row or group.
+    """
+    path = out / f"bad-step-{step}.jsonl"
+    path.unlink(missing_ok=True)
+    for task, completion, reward in batch:
+        add_json(path, {**task, "completion": completion, "reward": reward})
+    if bad_steps >= limit:
+        stop(
+            f"step {step}: the gradient is not finite, {bad_steps} times in a row; the last batch lies in {path}. Start "
+            "again with a lower --learning_rate, or --beta above 0; the last save stands"
+        )
+    tqdm.write(f"step {step}: the gradient is not finite, so no update is made; the batch lies in {path}")
+
+
 def run_cost(folder):
     """The cost.json of the run that made a model, {} where there is none (a model that was not trained here)."""
-    path = Path(folder) / "cost.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_json(Path(folder) / "cost.json")
 
 
 def training_curves(folder):
     """What training.png shows of the run that made a model, {} where there is none."""
-    path = Path(folder) / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = read_lines(Path(folder) / "metrics.jsonl")
     if not rows:
         return {}
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(("step", "reward/", "proportion/")))
-    prompts = json.loads((Path(folder) / "args.json").read_text())["prompts_per_step"]
+    prompts = read_json(Path(folder) / "args.json").get("prompts_per_step", 0)
     return {"prompts_per_step": prompts, **{name: [row.get(name) for row in rows] for name in names}}
 
 
@@ -942,7 +1222,9 @@ def main():
             load_tasks(spec, data_dir=args.data_dir or None)
     except TaskError as error:
         stop(error)
-    (out := Path(args.out)).joinpath("models").mkdir(parents=True, exist_ok=True)
+    if any((out := Path(args.out)).joinpath(name).exists() for name in ("args.json", "config.json")):
+        stop(f"--out {out} holds a model, whose samples.jsonl would be lost: choose another folder")
+    lock_folder(out / "models")
     apart = ("models", "chosen_by", "out", "slots", "device")  # what does not change a completion
     settings = {name: value for name, value in dataclasses.asdict(args).items() if name not in apart}
     chosen_by = dict(pair.split("=", 1) for pair in args.chosen_by)
@@ -953,7 +1235,7 @@ def main():
         key = {**settings, "folder": os.path.realpath(folder)}
         key["files"] = [os.path.getmtime(spec) for spec in args.tasks if os.path.exists(spec)]
         key["weights"] = max((path.stat().st_mtime for path in Path(folder).glob("*.safetensors")), default=0)
-        if part.exists() and (saved := json.loads(part.read_text()))["key"] == key:
+        if (saved := read_json(part)).get("key") == key:
             tqdm.write(f"{name}: scored before, read from {part}")
         else:
             model, tokenizer, eos_ids, pad_id = load_model(folder, device)
@@ -988,4 +1270,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -19,11 +19,7 @@ sampler and the learner are the same policy.
 """
 
 import copy
-import dataclasses
-import json
 import math
-import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +36,10 @@ from transformers.hf_argparser import HfArg
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
-    add_json, cache_fits, evaluate, load_model, load_prompts, parse_args, peak_gb, sample_hf, stop, timed,
-    write_json,
+    Saves, add_json, bad_step, cache_fits, check_bounds, evaluate, load_model, load_prompts, open_run, parse_args,
+    peak_gb, read_lines, run, sample_hf, save_model, settle_device, stop, timed, write_json,
 )  # fmt: skip
-from verifiers import verify_batch
+from verifiers import is_test_set, verify_batch
 
 # Letters are dimensions only: P prompts a step, G samples a prompt, B = P*G rows, T completion tokens, V vocabulary.
 
@@ -82,33 +78,31 @@ class Args:
     slots: int = HfArg(default=256, help="completions sampled side by side; lower it when sampling runs out of memory")
     sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
     data_dir: str = HfArg(default="", help="folder with local copies of the presets: DATA_DIR/<preset>/<split>.jsonl|json|parquet")
+    train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
     eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
     eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
     eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
     save_every: int = HfArg(default=20, help="steps between saves of the state that --resume continues from; 0: never")
+    save_minutes: float = HfArg(default=0, help="minutes after which a save is due, too; 0: by --save_every only")
+    keep: int = HfArg(default=1, help="saves that are kept, the newest; each takes three times the weights' bytes")
+    max_minutes: float = HfArg(default=0, help="save and stop, with exit code 3, before the run has taken so long; 0: no limit")
+    max_bad_steps: int = HfArg(default=3, help="stop after so many steps in a row whose gradient is not finite; such a step makes no update")
     resume: bool = HfArg(default=False, help="continue the run in --out, or start it when nothing is saved there")
+    overwrite: bool = HfArg(default=False, help="start anew in an --out that holds a run, which is deleted")
     # fmt: on
 
     def __post_init__(self):
         least = dict(num_generations=2, prompts_per_step=1, num_iterations=1, steps=1, max_completion_length=1, slots=1)
         least |= dict(eval_samples=1, tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0, overlong_cache=0)
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                why = ": a group is its own baseline" if name == "num_generations" else ""
-                stop(f"--{name} must be {value} or more{why}")
-        for name in ("temperature", "learning_rate", "max_grad_norm", "tis_cap", "epsilon", "epsilon_high"):
-            if not 0 < getattr(self, name) < math.inf:
-                stop(f"--{name} must be above 0, not {getattr(self, name)}")
-        if self.beta < 0 or self.epsilon >= 1:
-            stop("--beta must be 0 or more, and --epsilon below 1")
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            stop(f"--device {self.device}: this PyTorch sees no GPU; leave --device out, or install a CUDA build")
-        if self.dtype == "auto":
-            bfloat16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
-            self.dtype = "bfloat16" if bfloat16 else "float32"
+        least |= dict(max_prompt_length=1, eval_limit=1, eval_every=0, save_every=0, save_minutes=0, keep=1)
+        least |= dict(max_minutes=0, max_bad_steps=1, beta=0)
+        above_0 = ["temperature", "learning_rate", "max_grad_norm", "tis_cap", "epsilon", "epsilon_high"]
+        check_bounds(self, least, above_0)
+        if self.epsilon >= 1:
+            stop(f"--epsilon must be below 1, not {self.epsilon}")
+        settle_device(self)
         self.out = self.out or f"runs/grpo_expert-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -455,41 +449,6 @@ def lr_factor(step, steps, warmup_steps, kind):
     return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
 
 
-# --------------------------------------------------------------------------------------------------- run folder
-
-
-def open_run(args, device):
-    """Make the run folder -> the saved state to continue from, or None. A folder that holds a run needs --resume."""
-    out, state, new = Path(args.out), None, dataclasses.asdict(args)
-    if (out / "args.json").exists():
-        if not args.resume:
-            stop(f"{out} already holds a run: continue it with --resume, or choose another --out")
-        old, free = json.loads((out / "args.json").read_text()), ("out", "resume", "save_every", "slots", "device")
-        if changed := [name for name in new if name not in free and old.get(name) != new[name]]:
-            stop(f"{out} was started with another --{', --'.join(changed)}: give the same, or choose another --out")
-    try:
-        (out / "state").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        stop(f"cannot write --out {out}: {error.strerror}")
-    if (out / "state" / "last.pt").exists():
-        state = torch.load(out / "state" / "last.pt", map_location=device, weights_only=True)
-        print(f"{out}: continues after step {state['step']}")
-    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):  # lines after the save will be written again
-        path = out / name
-        lines = path.read_text().splitlines(keepends=True) if state and path.exists() else []
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= state["step"]))
-    write_json(out / "args.json", new)
-    return state
-
-
-def save_model(model, tokenizer, out):
-    """Write weights and config in the Hugging Face format; the tokenizer's files are copied byte for byte."""
-    model.save_pretrained(out)
-    for path in Path(tokenizer.name_or_path).iterdir():
-        if path.name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")):
-            shutil.copyfile(path, Path(out) / path.name)
-
-
 def nth_task(tasks, position, seed):
     """The task at `position` of an endless sequence: every epoch holds each task once, in an order of its own."""
     epoch, index = divmod(position, len(tasks))
@@ -506,6 +465,8 @@ def main():
     max_prompt_length = int(min(args.max_prompt_length, context - args.max_completion_length))
     if max_prompt_length < 1:
         stop(f"--max_completion_length leaves no room for a prompt in the model's context of {context} tokens")
+    if not args.train_on_test_sets and (test_sets := [spec for spec in args.tasks if is_test_set(spec)]):
+        stop(f"--tasks {test_sets[0]} is a test set: train on another split, or say --train_on_test_sets")
     tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args.data_dir)
     tiny = all(spec.split(":")[0] == "tiny" for spec in args.tasks)  # the tiny world brings its validation split along
     domains = dict.fromkeys(task["domain"] for task in tasks)
@@ -515,12 +476,12 @@ def main():
     adamw = dict(lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type != "mps")
     optimizer = torch.optim.AdamW(model.parameters(), **adamw)
     cost = {"tokens_sampled": 0, "tokens_trained": 0, "tokens_scored": 0, "teacher_tokens": 0, "seconds": {}}
-    done, position, before = 0, 0, None
-    out, state = Path(args.out), open_run(args, device)
+    done, bad_steps, position = 0, 0, 0
+    out, state = Path(args.out), open_run(args)
     if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        done, position, before, cost = (state[key] for key in ("step", "position", "before", "cost"))
+        done, bad_steps, position, cost = (state[key] for key in ("step", "bad_steps", "position", "cost"))
     reference = load_model(args.model, device)[0] if args.beta > 0 else None
     # The learner keeps float32 weights: a bfloat16 weight would swallow updates 256 times smaller than itself.
     actor = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
@@ -541,8 +502,9 @@ def main():
     parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{out}: {len(tasks)} tasks, {parameters:,} parameters, {args.dtype} on {device}. The first prompt:")
     print(tokenizer.decode(nth_task(tasks, 0, args.seed)["ids"]))
-    before = before or validate()
-    gap_checked = False
+    if done == 0:
+        add_json(out / "evals.jsonl", {"step": 0, **validate()})
+    gap_checked, saves = False, Saves(args)
     progress = tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step", dynamic_ncols=True)
     for step in progress:
         step_start, seconds, sampled = time.perf_counter(), {}, 0
@@ -630,15 +592,15 @@ def main():
                     totals["tokens"] += int(mask.sum())
                     totals["padded"] += len(index) * max(pack_tokens[i] for i in index)
                 grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-                if not math.isfinite(grad_norm):
-                    stop(
-                        f"step {step + 1}: the gradient is not finite; lower --learning_rate (the last save still stands)"
-                    )
-                optimizer.step()
+                if math.isfinite(grad_norm):
+                    optimizer.step()
                 optimizer.zero_grad()
             if actor is not model:
                 for low, full in zip(actor.parameters(), model.parameters()):
                     low.data.copy_(full.data)
+        bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
+        if bad_steps:
+            bad_step(out, step + 1, bad_steps, zip(batch, texts, scores), args.max_bad_steps)
         trained = max(1, totals["tokens"])
         gap = totals["gap"] / max(1, trained / args.num_iterations)
         if not gap_checked and len(needed) and not gap <= (1e-3 if dtype == torch.float32 else 0.05):
@@ -657,13 +619,14 @@ def main():
         for phase, value in seconds.items():
             cost["seconds"][phase] = cost["seconds"].get(phase, 0.0) + value
         mean_reward = float(rewards.mean())
-        by_domain = {}
+        scores_of = {}
         for task, row in zip(batch, rewards.mean(-1).tolist()):
-            by_domain.setdefault(task["domain"], []).append(row)
+            scores_of.setdefault(task["domain"], []).append(row)
+        mean_rewards = {domain: sum(values) / len(values) for domain, values in scores_of.items()}
         metrics = {
             "step": step + 1,
             "reward/mean": mean_reward,
-            **{f"reward/{domain}": sum(values) / len(values) for domain, values in by_domain.items()},
+            **{f"reward/{domain}": value for domain, value in mean_rewards.items()},
             "groups/zero_variance": float(zero_variance.float().mean()),
             "completion/length": float(rollouts.lengths.float().mean()),
             "completion/truncated": float((~rollouts.finished).float().mean()),
@@ -689,21 +652,20 @@ def main():
             f"step {step + 1:4d}  reward {mean_reward:.3f}  length {metrics['completion/length']:5.1f}  "
             f"kl {abs(metrics['policy/kl']):.4f}  entropy {metrics['policy/entropy']:.3f}  {metrics['time/step']:.2f} s"
         )
-        if args.eval_every and (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
+        if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
             add_json(out / "evals.jsonl", {"step": step + 1, **validate()})
-        if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            saved |= {"position": position, "cost": cost, "before": before}
-            torch.save(saved, out / "state" / "last.tmp")
-            os.replace(out / "state" / "last.tmp", out / "state" / "last.pt")
+        if saves.due(step + 1):
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "cost": cost}
+            saved |= {"position": position, "bad_steps": bad_steps}
+            saves.write(saved)
 
-    after = validate()
     save_model(model, tokenizer, out)
     cost["seconds"]["total"] = sum(cost["seconds"].values())
     cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": {}}
     write_json(out / "cost.json", cost)
-    rewards = [json.loads(line)["reward/mean"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after)
+    rewards = [row["reward/mean"] for row in read_lines(out / "metrics.jsonl")]
+    before, *_, after = read_lines(out / "evals.jsonl")
+    change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after if name != "step")
     print(
         f"Learnt: reward {rewards[0]:.3f} -> {rewards[-1]:.3f} on training prompts"
         + (f"; validation avg@{args.eval_samples} {change}" if change else "")
@@ -712,4 +674,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -3,11 +3,13 @@
 Everything but the choice of prompts is grpo_expert.py (`diff grpo_expert.py mix_rl.py` is the lesson): a step draws its
 P prompts by domain with weights w, and the group baseline keeps domains of different difficulty apart.
 
-    natural   w_d = n_d / sum n          the pool as it is
-    uniform   w_d = 1 / D                every domain alike
-    explicit  w_d given: math=2 code=1   the paper (arXiv 2608.27409) finds that these proportions decide what is learnt
+    natural        w_d = n_d / sum n          the pool as it is
+    uniform        w_d = 1 / D                every domain alike
+    temperature=t  w_d ~ n_d^(1/t)            between the two
+    math=2 code=1  w_d as given               the paper (arXiv 2608.27409) finds that these proportions decide what is learnt
+    dads           w_d ~ exp((1 - r_d)/tau)   more of what still fails (RuleReasoner, arXiv 2506.08672)
 
-Left out: several GPUs, LoRA, asynchronous rollouts, proportions that adapt, rewards scaled or weighted by domain.
+Left out: several GPUs, LoRA, asynchronous rollouts.
 
     python mix_rl.py                                               the four tiny domains, about three minutes
     python mix_rl.py --proportions math=2 code=1 science=1 instruction=1 --out runs/mix-math
@@ -16,11 +18,7 @@ Left out: several GPUs, LoRA, asynchronous rollouts, proportions that adapt, rew
 """
 
 import copy
-import dataclasses
-import json
 import math
-import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +35,10 @@ from transformers.hf_argparser import HfArg
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
-    add_json, cache_fits, evaluate, load_model, load_prompts, parse_args, peak_gb, sample_hf, stop, timed,
-    write_json,
+    Saves, add_json, bad_step, cache_fits, check_bounds, evaluate, load_model, load_prompts, open_run, parse_args,
+    peak_gb, read_lines, run, sample_hf, save_model, settle_device, stop, timed, write_json,
 )  # fmt: skip
-from verifiers import verify_batch
+from verifiers import is_test_set, verify_batch
 
 # Letters are dimensions only: P prompts a step, G samples a prompt, B = P*G rows, T completion tokens, V vocabulary.
 
@@ -51,7 +49,9 @@ class Args:
     model: str = HfArg(default="tiny/base", help="folder or hub id of the model to start from")
     tasks: list[str] = HfArg(default_factory=lambda: ["tiny:math", "tiny:code", "tiny:science", "tiny:instruction"], help="training tasks: presets (tiny:math, gsm8k:train) or files (.jsonl .json .parquet .csv)")
     # new to mix_rl:
-    proportions: list[str] = HfArg(default_factory=lambda: ["natural"], help="how often each domain is drawn: natural (by its number of tasks), uniform, or weights: math=2 code=1 ...")
+    proportions: list[str] = HfArg(default_factory=lambda: ["natural"], help="how often each domain is drawn: natural (by its number of tasks), uniform, temperature=2 (flatter than natural), dads (by what still fails), or weights: math=2 code=1 ...")
+    reward_weights: list[str] = HfArg(default_factory=list, help="math=2 ...: factor on a domain's advantages, 1 where none is given (on rewards themselves a division by their deviation would cancel it)")
+    length_caps: list[str] = HfArg(default_factory=list, help="math=64 ...: tokens sampled at the most in a domain, max_completion_length where none is given")
     eval_tasks: list[str] = HfArg(default_factory=list, help="tasks scored before and after training; empty: the validation split of a tiny preset, else none")
     out: str = HfArg(default="", help="run folder; empty: runs/<script>-<time>")
     seed: int = HfArg(default=0, help="seed of the domains drawn, the task order and every sample")
@@ -70,7 +70,7 @@ class Args:
     beta: float = HfArg(default=0.0, help="weight of the KL to the starting model; above 0 a second, frozen copy is in memory")
     epsilon: float = HfArg(default=0.2, help="lower clip: no push below ratio 1 - epsilon")
     epsilon_high: float = HfArg(default=0.28, help="upper clip: no push above ratio 1 + epsilon_high (DAPO's clip-higher)")
-    scale_rewards: Literal["none", "group", "batch"] = HfArg(default="group", help="divide advantages by this standard deviation (the paper: none)")
+    scale_rewards: Literal["none", "group", "batch", "domain"] = HfArg(default="group", help="divide advantages by this standard deviation, domain: of all rewards of the domain in the batch (the paper: none)")
     loss_norm: Literal["token", "sequence", "constant"] = HfArg(default="token", help="DAPO: tokens of the batch | GRPO: mean a row | Dr. GRPO: rows * max_completion_length")
     dynamic_sampling: bool = HfArg(default=False, help="replace groups whose rewards are all equal by new prompts, in up to 4 rounds (DAPO)")
     mask_truncated: bool = HfArg(default=False, help="completions cut at max_completion_length carry no loss")
@@ -81,33 +81,33 @@ class Args:
     slots: int = HfArg(default=256, help="completions sampled side by side; lower it when sampling runs out of memory")
     sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
     data_dir: str = HfArg(default="", help="folder with local copies of the presets: DATA_DIR/<preset>/<split>.jsonl|json|parquet")
+    train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
     eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
     eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
     eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
     save_every: int = HfArg(default=20, help="steps between saves of the state that --resume continues from; 0: never")
+    save_minutes: float = HfArg(default=0, help="minutes after which a save is due, too; 0: by --save_every only")
+    keep: int = HfArg(default=1, help="saves that are kept, the newest; each takes three times the weights' bytes")
+    max_minutes: float = HfArg(default=0, help="save and stop, with exit code 3, before the run has taken so long; 0: no limit")
+    max_bad_steps: int = HfArg(default=3, help="stop after so many steps in a row whose gradient is not finite; such a step makes no update")
     resume: bool = HfArg(default=False, help="continue the run in --out, or start it when nothing is saved there")
+    overwrite: bool = HfArg(default=False, help="start anew in an --out that holds a run, which is deleted")
     # fmt: on
 
     def __post_init__(self):
         least = dict(num_generations=2, prompts_per_step=1, num_iterations=1, steps=1, max_completion_length=1, slots=1)
         least |= dict(eval_samples=1, tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0, overlong_cache=0)
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                why = ": a group is its own baseline" if name == "num_generations" else ""
-                stop(f"--{name} must be {value} or more{why}")
-        for name in ("temperature", "learning_rate", "max_grad_norm", "tis_cap", "epsilon", "epsilon_high"):
-            if not 0 < getattr(self, name) < math.inf:
-                stop(f"--{name} must be above 0, not {getattr(self, name)}")
-        if self.beta < 0 or self.epsilon >= 1:
-            stop("--beta must be 0 or more, and --epsilon below 1")
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            stop(f"--device {self.device}: this PyTorch sees no GPU; leave --device out, or install a CUDA build")
-        if self.dtype == "auto":
-            bfloat16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
-            self.dtype = "bfloat16" if bfloat16 else "float32"
+        least |= dict(max_prompt_length=1, eval_limit=1, eval_every=0, save_every=0, save_minutes=0, keep=1)
+        least |= dict(max_minutes=0, max_bad_steps=1, beta=0)
+        above_0 = ["temperature", "learning_rate", "max_grad_norm", "tis_cap", "epsilon", "epsilon_high"]
+        check_bounds(self, least, above_0)
+        if self.dynamic_sampling and self.length_caps:
+            stop("--length_caps and --dynamic_sampling exclude each other")
+        if self.epsilon >= 1:
+            stop(f"--epsilon must be below 1, not {self.epsilon}")
+        settle_device(self)
         self.out = self.out or f"runs/mix_rl-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -454,60 +454,88 @@ def lr_factor(step, steps, warmup_steps, kind):
     return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
 
 
-# --------------------------------------------------------------------------------------------------- run folder
+# new to mix_rl:
+def by_domain(flag, pairs, domains, default):
+    """{domain: number} of a flag's DOMAIN=NUMBER pairs, `default` where none is given.
 
-
-def open_run(args, device):
-    """Make the run folder -> the saved state to continue from, or None. A folder that holds a run needs --resume."""
-    out, state, new = Path(args.out), None, dataclasses.asdict(args)
-    if (out / "args.json").exists():
-        if not args.resume:
-            stop(f"{out} already holds a run: continue it with --resume, or choose another --out")
-        old, free = json.loads((out / "args.json").read_text()), ("out", "resume", "save_every", "slots", "device")
-        if changed := [name for name in new if name not in free and old.get(name) != new[name]]:
-            stop(f"{out} was started with another --{', --'.join(changed)}: give the same, or choose another --out")
+    >>> by_domain("reward_weights", ["code=2"], ["math", "code"], 1.0)
+    {'math': 1.0, 'code': 2.0}
+    """
     try:
-        (out / "state").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        stop(f"cannot write --out {out}: {error.strerror}")
-    if (out / "state" / "last.pt").exists():
-        state = torch.load(out / "state" / "last.pt", map_location=device, weights_only=True)
-        print(f"{out}: continues after step {state['step']}")
-    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):  # lines after the save will be written again
-        path = out / name
-        lines = path.read_text().splitlines(keepends=True) if state and path.exists() else []
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= state["step"]))
-    write_json(out / "args.json", new)
-    return state
-
-
-def save_model(model, tokenizer, out):
-    """Write weights and config in the Hugging Face format; the tokenizer's files are copied byte for byte."""
-    model.save_pretrained(out)
-    for path in Path(tokenizer.name_or_path).iterdir():
-        if path.name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")):
-            shutil.copyfile(path, Path(out) / path.name)
+        given = {domain: float(number) for domain, number in (pair.split("=") for pair in pairs)}
+    except ValueError:
+        stop(f"--{flag} takes DOMAIN=NUMBER pairs, not {' '.join(pairs)}")
+    if wrong := [domain for domain in given if domain not in domains or not 0 <= given[domain] < math.inf]:
+        stop(f"--{flag} {wrong[0]}=...: give finite numbers of 0 or more to the domains {', '.join(domains)}")
+    return {domain: given.get(domain, default) for domain in domains}
 
 
 # new to mix_rl:
 def domain_weights(proportions, sizes):
-    """Share of each domain in the prompts drawn; sizes: {domain: number of tasks}.
+    """Share of each domain in the prompts drawn; sizes: {domain: number of tasks}. dads starts with equal shares.
 
     >>> domain_weights(["natural"], {"math": 30, "code": 10})
+    {'math': 0.75, 'code': 0.25}
+    >>> domain_weights(["temperature=2"], {"math": 90, "code": 10})  # sqrt(90) : sqrt(10) = 3 : 1
     {'math': 0.75, 'code': 0.25}
     >>> domain_weights(["math=1", "code=4"], {"math": 30, "code": 10})
     {'math': 0.2, 'code': 0.8}
     """
-    if proportions in (["natural"], ["uniform"]):
-        weights = {domain: size if proportions == ["natural"] else 1 for domain, size in sizes.items()}
-    else:
+    kind, _, number = proportions[0].partition("=")
+    if len(proportions) == 1 and kind in ("natural", "uniform", "dads", "temperature") and kind not in sizes:
         try:
-            weights = {domain: float(weight) for domain, weight in (pair.split("=") for pair in proportions)}
-        except ValueError:
-            stop(f"--proportions takes natural, uniform, or DOMAIN=WEIGHT pairs, not {' '.join(proportions)}")
-        if set(weights) != set(sizes) or min(weights.values()) < 0 or not 0 < sum(weights.values()) < math.inf:
-            stop(f"--proportions must give each of {', '.join(sizes)} a weight of 0 or more, and not all 0")
+            power = {"natural": 1, "uniform": 0, "dads": 0}[kind] if kind != "temperature" else 1 / float(number)
+        except (ValueError, ZeroDivisionError):
+            stop(f"--proportions temperature=t takes a number above 0, not {number!r}")
+        weights = {domain: size**power for domain, size in sizes.items()}
+    else:
+        weights = by_domain("proportions", proportions, sizes, 0.0)
+        if missing := [domain for domain in sizes if f"{domain}=" not in " ".join(proportions)]:
+            stop(f"--proportions gives no weight to {missing[0]}: write {missing[0]}=0 to leave it out")
+    if not 0 < sum(weights.values()) < math.inf:
+        stop("--proportions must leave a weight above 0 to at least one domain")
     return {domain: weights[domain] / sum(weights.values()) for domain in sizes}
+
+
+# new to mix_rl:
+def smooth_rewards(mean_rewards, smoothed, alpha=0.5):
+    """r_d <- alpha*r_d + (1 - alpha)*mean reward of the step; a domain that was not drawn keeps its r_d.
+
+    >>> smooth_rewards({"math": 1.0}, {"math": 0.0, "code": 0.2})
+    {'math': 0.5, 'code': 0.2}
+    """
+    return {d: alpha * old + (1 - alpha) * mean_rewards[d] if d in mean_rewards else old for d, old in smoothed.items()}
+
+
+# new to mix_rl:
+def dads_weights(mean_rewards, smoothed, alpha=0.5, tau=0.25, eps=0.1):
+    """Domain-aware dynamic sampling: w_d = (exp(v_d/tau) + eps) / sum of all, v_d = 1 - r_d (arXiv 2506.08672).
+
+    mean_rewards: of the step, by domain drawn; smoothed: r_d before it. The paper has tau = 0.5 for rewards of +-1; the
+    same weights need 0.25 for rewards in [0, 1]. eps keeps a domain from dying out.
+
+    >>> dads_weights({}, {"math": 0.0, "code": 0.0})
+    {'math': 0.5, 'code': 0.5}
+    >>> dads_weights({"math": 1.0, "code": 0.0}, {"math": 1.0, "code": 0.0}, eps=0)["code"]  # e^4 / (e^4 + e^0)
+    0.9820137900379085
+    """
+    rewards = smooth_rewards(mean_rewards, smoothed, alpha)
+    weights = {domain: math.exp((1 - reward) / tau) + eps for domain, reward in rewards.items()}
+    return {domain: weight / sum(weights.values()) for domain, weight in weights.items()}
+
+
+# new to mix_rl:
+def scale_by_domain(advantages, rewards, domains):
+    """Advantages (P, G) over the standard deviation of all rewards (P, G) of their domain; domains: P names.
+
+    >>> scale_by_domain(torch.tensor([[0.5, -0.5]]), torch.tensor([[1.0, 0.0]]), ["math"])  # std = sqrt(1/2)
+    tensor([[ 0.7070, -0.7070]])
+    """
+    scaled = torch.zeros_like(advantages)
+    for domain in set(domains):
+        mine = torch.tensor([name == domain for name in domains], device=rewards.device)
+        scaled[mine] = advantages[mine] / (rewards[mine].std() + 1e-4)
+    return scaled
 
 
 # new to mix_rl:
@@ -538,24 +566,33 @@ def main():
     max_prompt_length = int(min(args.max_prompt_length, context - args.max_completion_length))
     if max_prompt_length < 1:
         stop(f"--max_completion_length leaves no room for a prompt in the model's context of {context} tokens")
+    if not args.train_on_test_sets and (test_sets := [spec for spec in args.tasks if is_test_set(spec)]):
+        stop(f"--tasks {test_sets[0]} is a test set: train on another split, or say --train_on_test_sets")
     tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args.data_dir)
     tiny = all(spec.split(":")[0] == "tiny" for spec in args.tasks)  # the tiny world brings its validation split along
     domains = dict.fromkeys(task["domain"] for task in tasks)
     # new to mix_rl: a pool a domain, each with a place of its own in an order of its own
     pools = {domain: [task for task in tasks if task["domain"] == domain] for domain in domains}
     weights = domain_weights(args.proportions, {domain: len(pool) for domain, pool in pools.items()})
+    smoothed = dict.fromkeys(pools, 0.0)  # rewards, as dads remembers them
+    reward_weights = by_domain("reward_weights", args.reward_weights, pools, 1.0)
+    caps = by_domain("length_caps", args.length_caps, pools, args.max_completion_length)
+    caps = {domain: int(cap) for domain, cap in caps.items()}
+    if not all(1 <= cap <= args.max_completion_length for cap in caps.values()):
+        stop("--length_caps must lie between 1 and --max_completion_length")
     eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
     eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args.data_dir, args.eval_limit)
 
     adamw = dict(lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type != "mps")
     optimizer = torch.optim.AdamW(model.parameters(), **adamw)
     cost = {"tokens_sampled": 0, "tokens_trained": 0, "tokens_scored": 0, "teacher_tokens": 0, "seconds": {}}
-    done, position, before = 0, dict.fromkeys(pools, 0), None
-    out, state = Path(args.out), open_run(args, device)
+    done, bad_steps, position = 0, 0, dict.fromkeys(pools, 0)
+    out, state = Path(args.out), open_run(args)
     if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        done, position, before, cost = (state[key] for key in ("step", "position", "before", "cost"))
+        done, bad_steps, position, cost = (state[key] for key in ("step", "bad_steps", "position", "cost"))
+        smoothed = state["smoothed"]
     reference = load_model(args.model, device)[0] if args.beta > 0 else None
     # The learner keeps float32 weights: a bfloat16 weight would swallow updates 256 times smaller than itself.
     actor = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
@@ -576,8 +613,9 @@ def main():
     parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{out}: {len(tasks)} tasks, {parameters:,} parameters, {args.dtype} on {device}. The first prompt:")
     print(tokenizer.decode(nth_task(tasks, 0, args.seed)["ids"]))
-    before = before or validate()
-    gap_checked = False
+    if done == 0:
+        add_json(out / "evals.jsonl", {"step": 0, **validate()})
+    gap_checked, saves = False, Saves(args)
     progress = tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step", dynamic_ncols=True)
     for step in progress:
         step_start, seconds, sampled = time.perf_counter(), {}, 0
@@ -585,14 +623,18 @@ def main():
         # 1. Sample a group of completions for each prompt, and let the verifier score them.
         groups = []  # (task, the parts of Rollouts, texts, scores), G rows each
         for attempt in range(4 if args.dynamic_sampling else 1):
+            if args.proportions == ["dads"]:
+                weights = dads_weights({}, smoothed)
             batch, uniform = [], np.random.default_rng([args.seed, step, attempt]).random()
             for domain in draw_domains(weights, P, uniform):
                 batch.append(nth_task(pools[domain], position[domain], args.seed))
                 position[domain] += 1
+            longest = torch.tensor([caps[task["domain"]] for task in batch]).repeat_interleave(G)  # (B,)
             with timed(seconds, "sample", device):
                 drawn = draw_completions(
                     actor, [task["ids"] for task in batch], num_generations=G, temperature=args.temperature,
-                    seed=(args.seed << 32) + step, first_row=attempt * P * G, **sampler,
+                    seed=(args.seed << 32) + step, first_row=attempt * P * G,
+                    **{**sampler, "max_completion_length": longest},
                 )  # fmt: skip
                 texts = [tokenizer.decode(t[:n], skip_special_tokens=True) for t, n in zip(drawn.tokens, drawn.lengths)]
             with timed(seconds, "verify", device):
@@ -611,9 +653,15 @@ def main():
 
         # 2. Advantages. A group whose rewards are all equal has none: at beta 0 its rows need no forward and backward.
         rewards = torch.tensor(scores, device=device)  # (P, G)
-        over = rollouts.lengths.view(-1, G) - (args.max_completion_length - args.overlong_cache)
+        names = [task["domain"] for task in batch]
+        ends = torch.tensor([[caps[name]] for name in names], device=device)  # (P, 1)
+        over = rollouts.lengths.view(-1, G) - (ends - args.overlong_cache)
         shaped = rewards - (over / max(1, args.overlong_cache)).clamp(0, 1) * (args.overlong_cache > 0)
-        advantages = compute_advantages(shaped, args.scale_rewards).flatten()  # (B,)
+        advantages = compute_advantages(shaped, args.scale_rewards)
+        if args.scale_rewards == "domain":
+            advantages = scale_by_domain(advantages, shaped, names)
+        advantages = advantages * torch.tensor([[reward_weights[name]] for name in names], device=device)
+        advantages = advantages.flatten()  # (B,)
         zero_variance = shaped.amax(-1) == shaped.amin(-1)  # (P,)
         counted = rollouts.finished | (not args.mask_truncated)  # (B,) rows that carry loss
         needed = (counted & (~zero_variance | (args.beta > 0)).repeat_interleave(G)).nonzero().squeeze(-1)
@@ -667,15 +715,15 @@ def main():
                     totals["tokens"] += int(mask.sum())
                     totals["padded"] += len(index) * max(pack_tokens[i] for i in index)
                 grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-                if not math.isfinite(grad_norm):
-                    stop(
-                        f"step {step + 1}: the gradient is not finite; lower --learning_rate (the last save still stands)"
-                    )
-                optimizer.step()
+                if math.isfinite(grad_norm):
+                    optimizer.step()
                 optimizer.zero_grad()
             if actor is not model:
                 for low, full in zip(actor.parameters(), model.parameters()):
                     low.data.copy_(full.data)
+        bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
+        if bad_steps:
+            bad_step(out, step + 1, bad_steps, zip(batch, texts, scores), args.max_bad_steps)
         trained = max(1, totals["tokens"])
         gap = totals["gap"] / max(1, trained / args.num_iterations)
         if not gap_checked and len(needed) and not gap <= (1e-3 if dtype == torch.float32 else 0.05):
@@ -694,14 +742,16 @@ def main():
         for phase, value in seconds.items():
             cost["seconds"][phase] = cost["seconds"].get(phase, 0.0) + value
         mean_reward = float(rewards.mean())
-        by_domain = {}
+        scores_of = {}
         for task, row in zip(batch, rewards.mean(-1).tolist()):
-            by_domain.setdefault(task["domain"], []).append(row)
+            scores_of.setdefault(task["domain"], []).append(row)
+        mean_rewards = {domain: sum(values) / len(values) for domain, values in scores_of.items()}
+        smoothed = smooth_rewards(mean_rewards, smoothed)
         metrics = {
             "step": step + 1,
             "reward/mean": mean_reward,
-            **{f"reward/{domain}": sum(values) / len(values) for domain, values in by_domain.items()},
-            **{f"proportion/{domain}": len(values) / len(batch) for domain, values in by_domain.items()},
+            **{f"reward/{domain}": value for domain, value in mean_rewards.items()},
+            **{f"proportion/{domain}": len(values) / len(batch) for domain, values in scores_of.items()},
             "groups/zero_variance": float(zero_variance.float().mean()),
             "completion/length": float(rollouts.lengths.float().mean()),
             "completion/truncated": float((~rollouts.finished).float().mean()),
@@ -727,21 +777,20 @@ def main():
             f"step {step + 1:4d}  reward {mean_reward:.3f}  length {metrics['completion/length']:5.1f}  "
             f"kl {abs(metrics['policy/kl']):.4f}  entropy {metrics['policy/entropy']:.3f}  {metrics['time/step']:.2f} s"
         )
-        if args.eval_every and (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
+        if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
             add_json(out / "evals.jsonl", {"step": step + 1, **validate()})
-        if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            saved |= {"position": position, "cost": cost, "before": before}
-            torch.save(saved, out / "state" / "last.tmp")
-            os.replace(out / "state" / "last.tmp", out / "state" / "last.pt")
+        if saves.due(step + 1):
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "cost": cost}
+            saved |= {"position": position, "bad_steps": bad_steps, "smoothed": smoothed}
+            saves.write(saved)
 
-    after = validate()
     save_model(model, tokenizer, out)
     cost["seconds"]["total"] = sum(cost["seconds"].values())
     cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": {}}
     write_json(out / "cost.json", cost)
-    rewards = [json.loads(line)["reward/mean"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after)
+    rewards = [row["reward/mean"] for row in read_lines(out / "metrics.jsonl")]
+    before, *_, after = read_lines(out / "evals.jsonl")
+    change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after if name != "step")
     print(
         f"Learnt: reward {rewards[0]:.3f} -> {rewards[-1]:.3f} on training prompts"
         + (f"; validation avg@{args.eval_samples} {change}" if change else "")
@@ -750,4 +799,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,27 +1,25 @@
 """Multi-teacher on-policy distillation (MOPD): the student samples, and each domain's expert corrects it token by token.
 
 Every completion goes to the teacher of its domain and to no other. With d_t = log pi_student - log pi_teacher of the
-tokens the student itself drew, the reverse KL to the teacher falls in one of two ways:
+tokens the student itself drew, the reverse KL to the teacher falls in one of three ways:
 
     sampled   loss = -1/N * sum_t w_t * A_t * log pi_student(token_t),   A_t = -sg[d_t] clipped,  w_t = sg[pi/mu]
+    topk      loss =  1/N * sum_t sum_v p_s(v) * (log p_s(v) - log p_t(v)) - p_s(v) + p_t(v)      the student's top k
     full      loss =  1/N * sum_t sum_v p_s(v) * (log p_s(v) - log p_t(v))                        all of the vocabulary
 
 A_t is the teacher's verdict on one token; d_t itself is never differentiated: its expected gradient is zero and does
-not see the teacher. No reward is used (it is only logged), and no group is needed: one completion a prompt will do.
-Sources: the paper arXiv 2608.27409 (sampled), Nemotron-Cascade 2 2603.19220 (the gate on w).
+not see the teacher. Rewards are only logged (unless --alpha mixes them in), and no group is needed: one completion a
+prompt will do. Sources: the paper arXiv 2608.27409 (sampled), Nemotron-Cascade 2 2603.19220 (the gate on w).
 
-Left out: several GPUs, LoRA, teachers behind a server, a mix with outcome rewards, top-k KL.
+Left out: several GPUs, LoRA, teachers behind a server. Prompts come from the pool as it is, as with mix_rl.py's natural.
 
     python mopd.py --teachers math=runs/math code=runs/code --tasks tiny:math tiny:code
     python mopd.py                                     teachers from runs/speedrun, about 90 seconds
 """
 
 import copy
-import dataclasses
-import json
 import math
 import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +37,11 @@ from transformers.hf_argparser import HfArg
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
-    add_json, cache_fits, evaluate, load_model, load_prompts, model_folder, parse_args, peak_gb, run_cost,
-    sample_hf, stop, timed, write_json,
+    Saves, add_json, bad_step, cache_fits, check_bounds, evaluate, load_model, load_prompts, loading, model_folder,
+    open_run, parse_args, peak_gb, read_lines, run, run_cost, sample_hf, save_model, settle_device, stop, timed,
+    write_json,
 )  # fmt: skip
-from verifiers import verify_batch
+from verifiers import is_test_set, verify_batch
 
 # Letters are dimensions only: P prompts, G samples a prompt, B = P*G rows, T completion tokens, N tokens, V vocabulary.
 
@@ -54,10 +53,11 @@ class Args:
     tasks: list[str] = HfArg(default_factory=lambda: ["tiny:math", "tiny:code", "tiny:science", "tiny:instruction"], help="training tasks: presets (tiny:math, gsm8k:train) or files (.jsonl .json .parquet .csv)")
     # new to mopd:
     teachers: list[str] = HfArg(default_factory=lambda: [f"{d}=runs/speedrun/{d}" for d in ("math", "code", "science", "instruction")], help="DOMAIN=folder or hub id, one for each domain of --tasks; experts that started from --model")
-    kl: Literal["sampled", "full"] = HfArg(default="full", help="sampled: the drawn token's log-ratio as its advantage (the paper); full: the exact KL, two (tokens, vocabulary) passes")
+    kl: Literal["sampled", "topk", "full"] = HfArg(default="full", help="sampled: the drawn token's log-ratio as its advantage (the paper); topk: the KL on the student's likeliest tokens; full: the exact KL")
+    kl_top_k: int = HfArg(default=64, help="k of topk, and of the logged overlap of the student's and the teacher's likeliest tokens (at most the vocabulary)")
+    alpha: float = HfArg(default=0.0, help="weight of the verifier's advantages r - mean(r) beside the teacher's in the sampled form; needs num_generations of 2 or more (arXiv 2601.02780)")
     advantage_clip: float = HfArg(default=5.0, help="bound of the sampled form's advantages, in nats")
     domain_weight: Literal["tokens", "rows", "equal"] = HfArg(default="tokens", help="who weighs what: each token alike (long domains weigh more), each row alike, or each domain alike")
-    proportions: list[str] = HfArg(default_factory=lambda: ["natural"], help="how often each domain is drawn: natural (by its number of tasks), uniform, or weights: math=2 code=1 ...")
     eval_tasks: list[str] = HfArg(default_factory=list, help="tasks scored before and after training; empty: the validation split of a tiny preset, else none")
     out: str = HfArg(default="", help="run folder; empty: runs/<script>-<time>")
     seed: int = HfArg(default=0, help="seed of the domains drawn, the task order and every sample")
@@ -77,32 +77,32 @@ class Args:
     slots: int = HfArg(default=256, help="completions sampled side by side; lower it when sampling runs out of memory")
     sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
     data_dir: str = HfArg(default="", help="folder with local copies of the presets: DATA_DIR/<preset>/<split>.jsonl|json|parquet")
+    train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
     eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
     eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
     eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
     save_every: int = HfArg(default=20, help="steps between saves of the state that --resume continues from; 0: never")
+    save_minutes: float = HfArg(default=0, help="minutes after which a save is due, too; 0: by --save_every only")
+    keep: int = HfArg(default=1, help="saves that are kept, the newest; each takes three times the weights' bytes")
+    max_minutes: float = HfArg(default=0, help="save and stop, with exit code 3, before the run has taken so long; 0: no limit")
+    max_bad_steps: int = HfArg(default=3, help="stop after so many steps in a row whose gradient is not finite; such a step makes no update")
     resume: bool = HfArg(default=False, help="continue the run in --out, or start it when nothing is saved there")
+    overwrite: bool = HfArg(default=False, help="start anew in an --out that holds a run, which is deleted")
     # fmt: on
 
     def __post_init__(self):
         least = dict(num_generations=1, prompts_per_step=1, steps=1, max_completion_length=1, slots=1, eval_samples=1)
-        least |= dict(tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0)
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                stop(f"--{name} must be {value} or more")
-        for name in ("temperature", "learning_rate", "max_grad_norm", "advantage_clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                stop(f"--{name} must be above 0, not {getattr(self, name)}")
+        least |= dict(tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0, kl_top_k=1, alpha=0)
+        least |= dict(max_prompt_length=1, eval_limit=1, eval_every=0, save_every=0, save_minutes=0, keep=1)
+        least |= dict(max_minutes=0, max_bad_steps=1)
+        check_bounds(self, least, ["temperature", "learning_rate", "max_grad_norm", "advantage_clip"])
+        if self.alpha and (self.kl != "sampled" or self.num_generations < 2):
+            stop("--alpha needs --kl sampled and a --num_generations of 2 or more: a group is the rewards' baseline")
         if not all("=" in teacher for teacher in self.teachers):
             stop("--teachers takes DOMAIN=folder pairs: math=runs/math code=runs/code")
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            stop(f"--device {self.device}: this PyTorch sees no GPU; leave --device out, or install a CUDA build")
-        if self.dtype == "auto":
-            bfloat16 = self.device.startswith("cuda") and torch.cuda.is_bf16_supported()
-            self.dtype = "bfloat16" if bfloat16 else "float32"
+        settle_device(self)
         self.out = self.out or f"runs/mopd-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -276,12 +276,16 @@ def sample(
 # -------------------------------------------------------------------------------------------------------- maths
 
 
-def sampled_kl_loss(logprobs, teacher_logprobs, sampler_logprobs, mask, *, normalizer, advantage_clip=5.0):
+def sampled_kl_loss(
+    logprobs, teacher_logprobs, sampler_logprobs, mask, *, normalizer, advantage_clip=5.0, outcome_advantages=0.0
+):
     """Policy gradient of the reverse KL from the drawn tokens alone, all (B, T) -> scalar.
 
     A = -sg[log pi_s - log pi_t], clipped; its gradient is unbiased for that of KL(pi_s || pi_t) by token (future tokens
-    are not credited). w = sg[pi_s / mu] corrects for the sampler mu inside [0.5, 2] and drops the token outside
-    (arXiv 2603.19220, section 4.4). `normalizer` as in GRPO: a number or (B, 1), of the whole batch.
+    are not credited). To backpropagate the difference itself would be wrong: its expected gradient is 0, whatever the
+    teacher. w = sg[pi_s / mu] corrects for the sampler mu inside [0.5, 2] and drops the token outside (arXiv 2603.19220,
+    section 4.4). `outcome_advantages`, alpha * A of the verifier's rewards, are added to A (arXiv 2601.02780).
+    `normalizer` as in GRPO: a number or (B, 1), of the whole batch.
 
     >>> p = torch.tensor([[0.5]]).log()  # the teacher finds the token twice as likely: A = log 2, pushed up
     >>> sampled_kl_loss(p, p + math.log(2), p, torch.ones(1, 1), normalizer=1)  # -log(2) * log(0.5)
@@ -290,7 +294,7 @@ def sampled_kl_loss(logprobs, teacher_logprobs, sampler_logprobs, mask, *, norma
     advantages = (teacher_logprobs - logprobs).detach().clamp(-advantage_clip, advantage_clip)  # (B, T)
     weights = (logprobs.detach() - sampler_logprobs).exp()
     weights = weights * ((weights >= 0.5) & (weights <= 2))
-    return -(weights * advantages * logprobs * mask / normalizer).sum()
+    return -(weights * (advantages + outcome_advantages) * logprobs * mask / normalizer).sum()
 
 
 def full_kl_loss(hidden, teacher_hidden, lm_head, teacher_head, chunk=512):
@@ -312,6 +316,42 @@ def full_kl_loss(hidden, teacher_hidden, lm_head, teacher_head, chunk=512):
 
     pieces = zip(hidden.split(chunk), teacher_hidden.split(chunk))
     return torch.cat([checkpoint(kl_of, s, t, use_reentrant=False) for s, t in pieces])
+
+
+def topk_kl_loss(hidden, teacher_hidden, lm_head, teacher_head, k=64, chunk=512):
+    """The KL on the student's k likeliest tokens, (N, H) twice -> (N,): sum_k p_s (log p_s - log p_t) - p_s + p_t.
+
+    The last two terms make each summand a Bregman divergence: never negative, and 0 only where p_s = p_t, so that mass
+    outside the k stays constrained (arXiv 2606.30406). At k = V it is full_kl_loss.
+
+    >>> same = torch.nn.Identity()  # p_s = (2/3, 1/3), p_t = (1/3, 2/3): 2/3 log 2 - 2/3 + 1/3
+    >>> topk_kl_loss(torch.tensor([[math.log(2.0), 0.0]]), torch.tensor([[0.0, math.log(2.0)]]), same, same, k=1)
+    tensor([0.1288])
+    """
+
+    def kl_of(hidden, teacher_hidden):
+        student, top = lm_head(hidden).float().log_softmax(-1).topk(k)
+        teacher = teacher_head(teacher_hidden).float().log_softmax(-1).gather(-1, top)
+        # The derivative is (log p_s - log p_t) grad p_s; what else the terms give cancels.
+        difference = (student - teacher).detach()
+        return (student.exp() * difference + (teacher.exp() - student.exp()).detach()).sum(-1)
+
+    pieces = zip(hidden.split(chunk), teacher_hidden.split(chunk))
+    return torch.cat([checkpoint(kl_of, s, t, use_reentrant=False) for s, t in pieces])
+
+
+@torch.no_grad()
+def top_overlap(hidden, teacher_hidden, lm_head, teacher_head, k):
+    """Share of the student's k likeliest tokens that are among the teacher's k likeliest: (N, H) twice -> a number.
+
+    >>> same = torch.nn.Identity()
+    >>> top_overlap(torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([[1.0, 3.0, 2.0]]), same, same, k=2)  # {0, 1}, {1, 2}
+    0.5
+    """
+    tops = [
+        head(states).float().topk(k).indices for states, head in ((hidden, lm_head), (teacher_hidden, teacher_head))
+    ]
+    return float((tops[0][:, :, None] == tops[1][:, None, :]).any(-1).float().mean())
 
 
 def token_logprobs(hidden, lm_head, targets, temperature=1.0, chunk=1024):
@@ -430,72 +470,6 @@ def lr_factor(step, steps, warmup_steps, kind):
     return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
 
 
-# --------------------------------------------------------------------------------------------------- run folder
-
-
-def open_run(args, device):
-    """Make the run folder -> the saved state to continue from, or None. A folder that holds a run needs --resume."""
-    out, state, new = Path(args.out), None, dataclasses.asdict(args)
-    if (out / "args.json").exists():
-        if not args.resume:
-            stop(f"{out} already holds a run: continue it with --resume, or choose another --out")
-        old, free = json.loads((out / "args.json").read_text()), ("out", "resume", "save_every", "slots", "device")
-        if changed := [name for name in new if name not in free and old.get(name) != new[name]]:
-            stop(f"{out} was started with another --{', --'.join(changed)}: give the same, or choose another --out")
-    try:
-        (out / "state").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        stop(f"cannot write --out {out}: {error.strerror}")
-    if (out / "state" / "last.pt").exists():
-        state = torch.load(out / "state" / "last.pt", map_location=device, weights_only=True)
-        print(f"{out}: continues after step {state['step']}")
-    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):  # lines after the save will be written again
-        path = out / name
-        lines = path.read_text().splitlines(keepends=True) if state and path.exists() else []
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= state["step"]))
-    write_json(out / "args.json", new)
-    return state
-
-
-def save_model(model, tokenizer, out):
-    """Write weights and config in the Hugging Face format; the tokenizer's files are copied byte for byte."""
-    model.save_pretrained(out)
-    for path in Path(tokenizer.name_or_path).iterdir():
-        if path.name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")):
-            shutil.copyfile(path, Path(out) / path.name)
-
-
-def domain_weights(proportions, sizes):
-    """Share of each domain in the prompts drawn; sizes: {domain: number of tasks}.
-
-    >>> domain_weights(["natural"], {"math": 30, "code": 10})
-    {'math': 0.75, 'code': 0.25}
-    >>> domain_weights(["math=1", "code=4"], {"math": 30, "code": 10})
-    {'math': 0.2, 'code': 0.8}
-    """
-    if proportions in (["natural"], ["uniform"]):
-        weights = {domain: size if proportions == ["natural"] else 1 for domain, size in sizes.items()}
-    else:
-        try:
-            weights = {domain: float(weight) for domain, weight in (pair.split("=") for pair in proportions)}
-        except ValueError:
-            stop(f"--proportions takes natural, uniform, or DOMAIN=WEIGHT pairs, not {' '.join(proportions)}")
-        if set(weights) != set(sizes) or min(weights.values()) < 0 or not 0 < sum(weights.values()) < math.inf:
-            stop(f"--proportions must give each of {', '.join(sizes)} a weight of 0 or more, and not all 0")
-    return {domain: weights[domain] / sum(weights.values()) for domain in sizes}
-
-
-def draw_domains(weights, count, uniform):
-    """`count` domains, each as often as its weight says to within one (systematic sampling: one uniform, even steps).
-
-    >>> draw_domains({"math": 0.75, "code": 0.25}, 4, 0.5)
-    ['math', 'math', 'math', 'code']
-    """
-    edges = np.cumsum(list(weights.values()))
-    places = np.searchsorted(edges, (np.arange(count) + uniform) / count * edges[-1], side="right")
-    return [list(weights)[min(place, len(weights) - 1)] for place in places]
-
-
 # new to mopd:
 def teacher_folders(teachers, model, tokenizer, domains):
     """{domain: folder} of --teachers; each must speak the student's language: same vocabulary, same chat template."""
@@ -503,12 +477,14 @@ def teacher_folders(teachers, model, tokenizer, domains):
     if missing := [domain for domain in domains if domain not in folders]:
         stop(f"--teachers names none for {', '.join(missing)}: add {missing[0]}=FOLDER, or leave its tasks out")
     for domain, folder in folders.items():
-        other = AutoTokenizer.from_pretrained(folder)
+        with loading(folder):
+            other = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            vocab_size = AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size
         if other.get_vocab() != tokenizer.get_vocab() or other.chat_template != tokenizer.chat_template:
             stop(
                 f"the {domain} teacher {folder} has another vocabulary or chat template than the student: no distillation"
             )
-        if AutoConfig.from_pretrained(folder).vocab_size != model.config.vocab_size:
+        if vocab_size != model.config.vocab_size:
             stop(f"the {domain} teacher {folder} has another vocabulary size than the student: no distillation")
     return {domain: os.path.realpath(folders[domain]) for domain in domains}
 
@@ -519,7 +495,7 @@ def load_weights(module, folder):
     """Copy the weights in `folder` into the one resident teacher, from memory-mapped files, tensor by tensor."""
     targets, loaded = module.state_dict(), set()
     for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with loading(path), safe_open(path, framework="pt") as file:
             for name in file.keys():
                 tensor = file.get_tensor(name)
                 if name not in targets or targets[name].shape != tensor.shape:
@@ -530,6 +506,17 @@ def load_weights(module, folder):
         stop(
             f"{folder} lacks {len(missing)} of the teacher's tensors, {missing[0]} for one: is it whole, in safetensors?"
         )
+
+
+# new to mopd:
+def recovery(before, after):
+    """Share of a teacher's lead that the student has gained, (student - base) / (teacher - base), where there is a lead.
+
+    >>> recovery({"math": 0.25, "teacher/math": 0.75, "code": 0.5}, {"math": 0.5, "code": 0.75})
+    {'recovery/math': 0.5}
+    """
+    leads = {domain: before[f"teacher/{domain}"] - before[domain] for domain in after if f"teacher/{domain}" in before}
+    return {f"recovery/{domain}": (after[domain] - before[domain]) / lead for domain, lead in leads.items() if lead > 0}
 
 
 def nth_task(tasks, position, seed):
@@ -548,26 +535,31 @@ def main():
     max_prompt_length = int(min(args.max_prompt_length, context - args.max_completion_length))
     if max_prompt_length < 1:
         stop(f"--max_completion_length leaves no room for a prompt in the model's context of {context} tokens")
+    top_k = min(args.kl_top_k, model.config.get_text_config().vocab_size)
+    if not args.train_on_test_sets and (test_sets := [spec for spec in args.tasks if is_test_set(spec)]):
+        stop(f"--tasks {test_sets[0]} is a test set: train on another split, or say --train_on_test_sets")
     tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args.data_dir)
     tiny = all(spec.split(":")[0] == "tiny" for spec in args.tasks)  # the tiny world brings its validation split along
     domains = dict.fromkeys(task["domain"] for task in tasks)
-    pools = {domain: [task for task in tasks if task["domain"] == domain] for domain in domains}
-    weights = domain_weights(args.proportions, {domain: len(pool) for domain, pool in pools.items()})
     eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
     eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args.data_dir, args.eval_limit)
 
     # new to mopd: one teacher's weights in memory at a time, whatever the number of teachers
-    teachers, resident = teacher_folders(args.teachers, model, tokenizer, pools), None
+    teachers = teacher_folders(args.teachers, model, tokenizer, domains)
     teacher = copy.deepcopy(model).requires_grad_(False)
+    for resident in teachers.values():  # each once, so that a damaged one is found before anything is sampled
+        load_weights(teacher, resident)
+        if not all(weight.isfinite().all() for weight in teacher.parameters()):
+            stop(f"the teacher {resident} holds NaN or infinite values: take an earlier save")
     adamw = dict(lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type != "mps")
     optimizer = torch.optim.AdamW(model.parameters(), **adamw)
     cost = {"tokens_sampled": 0, "tokens_trained": 0, "tokens_scored": 0, "teacher_tokens": 0, "seconds": {}}
-    done, position, before = 0, dict.fromkeys(pools, 0), None
-    out, state = Path(args.out), open_run(args, device)
+    done, bad_steps, position = 0, 0, 0
+    out, state = Path(args.out), open_run(args)
     if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        done, position, before, cost = (state[key] for key in ("step", "position", "before", "cost"))
+        done, bad_steps, position, cost = (state[key] for key in ("step", "bad_steps", "position", "cost"))
     # The learner keeps float32 weights: a bfloat16 weight would swallow updates 256 times smaller than itself.
     actor = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     if args.gradient_checkpointing:
@@ -577,27 +569,32 @@ def main():
     sampler = dict(max_completion_length=args.max_completion_length, eos_ids=eos_ids, pad_id=pad_id, slots=args.slots)
     draw_completions = sample if args.sampler == "fast" and cache_fits(model) else sample_hf
 
-    def validate():
+    def validate(model=actor, tasks=eval_tasks):
         """Mean score by domain on eval_tasks; the same seed each time, so that models meet the same draws."""
         with timed(cost["seconds"], "eval", device):
             how = dict(samples=args.eval_samples, seed=args.seed, draw_completions=draw_completions, **sampler)
-            domains, _ = evaluate(actor, eval_tasks, tokenizer, **how)
+            domains, _ = evaluate(model, tasks, tokenizer, **how)
         return {name: sum(d["counts"]) / (d["n"] * len(d["counts"])) for name, d in domains.items()}
 
     parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{out}: {len(tasks)} tasks, {parameters:,} parameters, {args.dtype} on {device}. The first prompt:")
     print(tokenizer.decode(nth_task(tasks, 0, args.seed)["ids"]))
-    before = before or validate()
-    gap_checked = False
+    if done == 0:
+        scores = {"step": 0, **validate()}
+        for domain, resident in teachers.items():  # what each teacher reaches in its domain is what can be recovered
+            if own := [task for task in eval_tasks if task["domain"] == domain]:
+                load_weights(teacher, resident)
+                scores[f"teacher/{domain}"] = validate(teacher, own)[domain]
+        add_json(out / "evals.jsonl", scores)
+    before = read_lines(out / "evals.jsonl")[0]
+    gap_checked, saves = False, Saves(args)
     progress = tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step", dynamic_ncols=True)
     for step in progress:
         step_start, seconds, sampled = time.perf_counter(), {}, 0
 
         # 1. The student samples; the verifier's reward is only logged.
-        batch, uniform = [], np.random.default_rng([args.seed, step]).random()
-        for domain in draw_domains(weights, P, uniform):
-            batch.append(nth_task(pools[domain], position[domain], args.seed))
-            position[domain] += 1
+        batch = [nth_task(tasks, position + i, args.seed) for i in range(P)]
+        position += P
         with timed(seconds, "sample", device):
             rollouts = draw_completions(
                 actor, [task["ids"] for task in batch], num_generations=G, temperature=args.temperature,
@@ -611,8 +608,10 @@ def main():
         sampled, rewards = int(rollouts.lengths.sum()), torch.tensor(scores).view(P, G)
 
         # 2. Who weighs what: the loss is a sum over tokens divided by this, by row and for the whole batch.
-        members = {d: [row for row, task in enumerate(owners) if task["domain"] == d] for d in pools}
+        by_teacher = sorted(domains, key=teachers.get)  # domains with one teacher in turn: it is loaded once
+        members = {d: [row for row, task in enumerate(owners) if task["domain"] == d] for d in by_teacher}
         members = {domain: rows for domain, rows in members.items() if rows}
+        outcome = args.alpha * (rewards - rewards.mean(-1, keepdim=True)).flatten().to(device)  # (B,)
         tokens = {domain: int(rollouts.lengths[rows].sum()) for domain, rows in members.items()}
         normalizer = {
             "tokens": torch.full((P * G, 1), sampled, device=device),
@@ -624,7 +623,8 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * lr_factor(step, args.steps, args.warmup_steps, args.lr_scheduler_type)
         prompt_ids = [task["ids"] for task in owners]
-        totals, kl_sums, gradients, forwards = dict.fromkeys(("loss", "gap", "tokens", "padded"), 0.0), {}, {}, 0
+        totals, forwards = dict.fromkeys(("loss", "gap", "tokens", "padded"), 0.0), 0
+        kl_sums, gradients, overlaps = {}, {}, {}  # by domain
         with timed(seconds, "train", device):
             for domain, rows_of_domain in members.items():
                 if resident != teachers[domain]:
@@ -651,13 +651,20 @@ def main():
                             teacher_logprobs = token_logprobs(teacher_hidden, heads[1], targets)
                             kl = (logprobs - teacher_logprobs).detach()
                             loss = sampled_kl_loss(
-                                logprobs, teacher_logprobs, mu, 1, normalizer=divide, advantage_clip=args.advantage_clip
-                            )
+                                logprobs, teacher_logprobs, mu, 1, normalizer=divide, advantage_clip=args.advantage_clip,
+                                outcome_advantages=outcome[rows, None].expand(mask.shape)[mask],
+                            )  # fmt: skip
                         else:
                             with torch.no_grad():
                                 logprobs = token_logprobs(hidden, heads[0], targets)
-                            kl = full_kl_loss(hidden, teacher_hidden, *heads)
+                            topk = dict(k=top_k) if args.kl == "topk" else {}
+                            kl = (topk_kl_loss if topk else full_kl_loss)(hidden, teacher_hidden, *heads, **topk)
                             loss = (kl / divide).sum()
+                            if (
+                                domain not in overlaps
+                            ):  # on the step's first micro-batch of the domain: a sample will do
+                                part = (hidden[:512].detach(), teacher_hidden[:512])
+                                overlaps[domain] = top_overlap(*part, *heads, top_k)
                     loss.backward()
                     totals["loss"] += float(loss.detach())
                     totals["gap"] += float((logprobs.detach() - mu).abs().sum())
@@ -666,13 +673,15 @@ def main():
                     kl_sums[domain] = kl_sums.get(domain, 0.0) + float(kl.detach().sum())
                     gradients[domain] = gradients.get(domain, 0.0) + float(hidden.grad.norm(dim=-1).sum())
             grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-            if not math.isfinite(grad_norm):
-                stop(f"step {step + 1}: the gradient is not finite; lower --learning_rate (the last save still stands)")
-            optimizer.step()
+            if math.isfinite(grad_norm):
+                optimizer.step()
             optimizer.zero_grad()
             if actor is not model:
                 for low, full in zip(actor.parameters(), model.parameters()):
                     low.data.copy_(full.data)
+        bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
+        if bad_steps:
+            bad_step(out, step + 1, bad_steps, zip(owners, texts, scores), args.max_bad_steps)
         trained = max(1, totals["tokens"])
         gap = totals["gap"] / trained
         if not gap_checked and args.temperature == 1 and not gap <= (1e-3 if dtype == torch.float32 else 0.05):
@@ -690,16 +699,18 @@ def main():
         for phase, value in seconds.items():
             cost["seconds"][phase] = cost["seconds"].get(phase, 0.0) + value
         mean_reward = float(rewards.mean())
-        by_domain = {}
+        scores_of = {}
         for task, row in zip(batch, rewards.mean(-1).tolist()):
-            by_domain.setdefault(task["domain"], []).append(row)
+            scores_of.setdefault(task["domain"], []).append(row)
+        mean_rewards = {domain: sum(values) / len(values) for domain, values in scores_of.items()}
         metrics = {
             "step": step + 1,
             "reward/mean": mean_reward,
-            **{f"reward/{domain}": sum(values) / len(values) for domain, values in by_domain.items()},
-            **{f"proportion/{domain}": len(values) / len(batch) for domain, values in by_domain.items()},
+            **{f"reward/{domain}": value for domain, value in mean_rewards.items()},
+            **{f"proportion/{domain}": len(values) / len(batch) for domain, values in scores_of.items()},
             # new to mopd: how far the student is from each teacher, in nats a token, and whose gradient it follows
             **{f"teacher/{domain}_kl": kl_sums[domain] / tokens[domain] for domain in members},
+            **{f"teacher/{domain}_overlap": overlap for domain, overlap in overlaps.items()},
             **{f"gradient_share/{domain}": gradients[domain] / (sum(gradients.values()) or 1) for domain in members},
             "completion/length": float(rollouts.lengths.float().mean()),
             "completion/truncated": float((~rollouts.finished).float().mean()),
@@ -724,22 +735,27 @@ def main():
             f"step {step + 1:4d}  reward {mean_reward:.3f}  length {metrics['completion/length']:5.1f}  "
             f"kl {abs(metrics['policy/kl']):.4f}  entropy {metrics['policy/entropy']:.3f}  {metrics['time/step']:.2f} s"
         )
-        if args.eval_every and (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
-            add_json(out / "evals.jsonl", {"step": step + 1, **validate()})
-        if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            saved |= {"position": position, "cost": cost, "before": before}
-            torch.save(saved, out / "state" / "last.tmp")
-            os.replace(out / "state" / "last.tmp", out / "state" / "last.pt")
+        if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
+            scores = validate()
+            add_json(out / "evals.jsonl", {"step": step + 1, **scores, **recovery(before, scores)})
+        if saves.due(step + 1):
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "cost": cost}
+            saved |= {"position": position, "bad_steps": bad_steps}
+            saves.write(saved)
 
-    after = validate()
     save_model(model, tokenizer, out)
     cost["seconds"]["total"] = sum(cost["seconds"].values())
     reused = {path: run_cost(path) for path in teachers.values()}
     cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": reused}
     write_json(out / "cost.json", cost)
-    rewards = [json.loads(line)["reward/mean"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after)
+    rewards = [row["reward/mean"] for row in read_lines(out / "metrics.jsonl")]
+    after = read_lines(out / "evals.jsonl")[-1]
+    change = ", ".join(
+        f"{name} {before[name]:.3f} -> {after[name]:.3f}"
+        + (f" (teacher {before[f'teacher/{name}']:.3f})" if f"teacher/{name}" in before else "")
+        for name in after
+        if name in before and name != "step"
+    )
     print(
         f"Learnt: reward {rewards[0]:.3f} -> {rewards[-1]:.3f} on training prompts"
         + (f"; validation avg@{args.eval_samples} {change}" if change else "")
@@ -748,4 +764,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

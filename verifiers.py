@@ -40,6 +40,7 @@ import types
 import unicodedata
 from fractions import Fraction
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 with contextlib.suppress(ImportError):  # Windows
@@ -51,6 +52,10 @@ with contextlib.suppress(ImportError):  # Windows
 
 class TaskError(ValueError):
     """A task (file, preset, row or answer) that cannot be used; the message is one line that says what to do."""
+
+
+# what reading a malformed answer of a task, or call of a tool, may raise
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError)
 
 
 def ensure(condition):
@@ -76,9 +81,6 @@ def answer_reader(form):
         return reader
 
     return decorate
-
-
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError)
 
 
 class NeedsWorker(Exception):
@@ -242,11 +244,7 @@ def clean(text):
             break
         name, body = match[1], text[match.end() : end]
         letters = len(re.findall("[A-Za-z]", re.sub(r"\\\w+", "", body)))
-        quoted = (
-            letters > 0
-            if name.startswith(("text", "hbox", "mbox", "operatorname"))
-            else letters > 1 and name == "mathrm"
-        )
+        quoted = letters > (name == "mathrm") and name.startswith(("text", "hbox", "mbox", "operatorname", "mathrm"))
         body = "ℝ" if (name, body) == ("mathbb", "R") else f" “{body}” " if quoted else f" {body} "
         text = text[: match.start()] + body + text[end + 1 :]
     for pattern, replacement in CLEAN:
@@ -282,7 +280,7 @@ def split_top(text, separator):
 
 
 # A value is a tuple: ("expr", node)  ("%", node)  ("°", node)  ("text", words)  ("list", items)  ("set", items)
-# ("seq", open, close, items)  ("matrix", rows)  ("ratio", nodes)  ("base", digits, base)  ("rel", sign, left - right)
+# ("seq", open, close, items), a matrix being one of rows  ("ratio", nodes)  ("base", digits, base)  ("rel", sign, left - right)
 # ("name", name, value, its relation or None)  ("sets", intervals, relation or None), an interval (low, closed, high, closed)
 
 MATRIX = re.compile(r"^\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}$", re.DOTALL)
@@ -316,7 +314,8 @@ def read_value(text, thousands=True, depth=0):
     if not text:
         raise Unreadable("empty")
     if match := MATRIX.match(text):
-        return ("matrix", [[again(cell) for cell in row.split("&")] for row in match[2].split("⏎") if row.strip()])
+        rows = [[again(cell) for cell in row.split("&")] for row in match[2].split("⏎") if row.strip()]
+        return ("seq", "[", "]", [("seq", "[", "]", row) for row in rows])
     if match := BASED.match(text):
         return ("base", match[1].upper(), str(WORDS.index(match[2])) if match[2] in WORDS else match[2])
     if re.fullmatch(r"\][^∪]*\[", text):  # ]0,1[
@@ -347,7 +346,7 @@ def read_value(text, thousands=True, depth=0):
 
 
 def read_bracket(text, again):
-    """A set, a tuple or interval, a matrix as nested lists, a letter or an expression in brackets."""
+    """A set, a tuple or interval, a letter or an expression in brackets."""
     inside = text[1:-1]
     if text[0] == "‹":
         condition, _ = split_top(inside, r"\||:")  # {x | 1 <= x < 5}
@@ -355,10 +354,7 @@ def read_bracket(text, again):
         return value if len(condition) == 2 else ("set", value[1] if value[0] in ("list", "set") else [value])
     if len(parts := split_top(inside, ",")[0]) == 1:
         return again(inside) if re.fullmatch(r"\s*[A-J]\s*", inside) else read_leaf(text)  # (B)
-    items = [again(part) for part in parts]
-    if text[0] == "[" and all(item[:2] == ("seq", "[") for item in items):  # [[1, 2], [3, 4]]
-        return ("matrix", [item[3] for item in items])
-    return ("seq", text[0].replace("⟨", "("), text[-1].replace("⟩", ")"), items)
+    return ("seq", text[0].replace("⟨", "("), text[-1].replace("⟩", ")"), [again(part) for part in parts])
 
 
 def is_name(text):
@@ -388,13 +384,11 @@ def read_relation(parts, signs, again):
         relation = ("rel", FLIP[sign] if sign in ">≥" else sign, ("+", [first, minus(second)]))
     if is_name(left) and sign == "=":
         return ("name", re.sub(r"[\s{}]", "", left), again(right), relation)
-    if relation and is_name(left):
-        below = (MINUS_INFINITY, False, sides[1], sign == "≤")
-        above = (sides[1], sign == "≥", INFINITY, False)
-        return ("sets", [below] * (sign in "<≤≠") + [above] * (sign in ">≥≠"), relation)
     if relation is None:
         raise Unreadable("no relation")
-    return relation
+    below, above = (MINUS_INFINITY, False, sides[1], sign == "≤"), (sides[1], sign == "≥", INFINITY, False)
+    bounds = [below] * (sign in "<≤≠") + [above] * (sign in ">≥≠")
+    return ("sets", bounds, relation) if is_name(left) and bounds else relation
 
 
 def read_leaf(text):
@@ -447,7 +441,7 @@ FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log 
 GREEK = (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta lambda mu nu xi rho sigma tau phi varphi chi psi omega"
 )
-GREEK = {*GREEK.split(), *GREEK.title().split(), "ell", "hbar"}
+GREEK = {"ell", "hbar", *GREEK.split(), *GREEK.title().split()}
 
 
 def is_product(words):
@@ -847,8 +841,6 @@ def same(gold, said):
         return same_items(items, [i[2] for i in sorted(loose, key=lambda i: i[1])] if named else loose)
     if kinds & {"list", "set"} and "seq" not in kinds:
         return same_lists(*(v[1] if v[0] in ("list", "set") else [v] for v in (gold, said)))
-    if kinds == {"matrix"}:
-        return len(gold[1]) == len(said[1]) and all(map(same_items, gold[1], said[1]))
     if "ratio" in kinds and kinds <= {"ratio", "expr"}:
         a, b = (v[1] if v[0] == "ratio" else [v[1], number(1)] for v in (gold, said))
         return len(a) == len(b) and all(same_expression(times([a[0], y]), times([b[0], x])) for x, y in zip(a, b))
@@ -1255,34 +1247,28 @@ SENTENCE_END = re.compile(r"[.?!](?=$|[)\";}\]*:@'({\[!?])")  # in a run of text
 CLOSERS = re.compile(r"\s*[\"')\]}]+(?:\s+|(?=--)|$)")  # quotes and brackets that belong to the sentence before
 
 
-def sentence_ends(text):
-    runs = [*re.finditer(r"\S+", text)]
-    for run, following in zip(runs, [*runs[1:], None]):
-        ends = [m.start() for m in SENTENCE_END.finditer(run[0]) if following or m.end() < len(run[0])]
-        if not ends:
-            continue
-        end = ends[-1]
-        word = re.split(r"[()\[\]{}\";!?*]", run[0][:end])[-1].lower()
-        after = following[0] if following and end == len(run[0]) - 1 else ""
-        if run[0][end] == ".":
-            if len(word) == 1 and word.isalpha():  # an initial, but in a list numbered a. b. i.
-                if word not in "abix" or after[:1].islower():
-                    continue
-            elif word.endswith(".") or {word, word.split("-")[-1]} & ABBREVIATIONS:
-                if not (after[:1].isupper() and re.split(r"\W", after.lower())[0] in STARTERS):
-                    continue
-            elif re.fullmatch(r"-?[\d.,-]+", word) and after[:1].islower():  # 1. first item
-                continue
-        yield run.start() + end + 1
+def is_abbreviation(word, after):
+    """Whether the point behind a word ends no sentence, given the run of text that follows."""
+    word = re.split(r"[()\[\]{}\";!?*]", word)[-1].lower()
+    if len(word) == 1 and word.isalpha():  # an initial, but in a list numbered a. b. i.
+        return word not in "abix" or after[:1].islower()
+    if word.endswith(".") or {word, word.split("-")[-1]} & ABBREVIATIONS:
+        return not (after[:1].isupper() and re.split(r"\W", after.lower())[0] in STARTERS)
+    return re.fullmatch(r"-?[\d.,-]+", word) is not None and after[:1].islower()  # 1. first item
 
 
 def sentences(text):
-    count, start = 0, 0
-    for end in [*sentence_ends(text), len(text)]:
-        count += bool(text[start:end].strip())
-        closers = CLOSERS.match(text, end)
-        start = closers.end() if closers else end
-    return count
+    count, start, runs = 0, 0, [*re.finditer(r"\S+", text)]
+    for run, following in zip(runs, [m[0] for m in runs[1:]] + [""]):
+        found = [m.start() for m in SENTENCE_END.finditer(run[0]) if following or m.end() < len(run[0])][-1:]
+        for end in found:
+            after = following if end == len(run[0]) - 1 else ""
+            if run[0][end] != "." or not is_abbreviation(run[0][:end], after):
+                end += run.start() + 1
+                count += bool(text[start:end].strip())
+                closers = CLOSERS.match(text, end)
+                start = closers.end() if closers else end
+    return count + bool(text[start:].strip())
 
 
 def capital_words(text):
@@ -1415,18 +1401,11 @@ def parse_ifeval_answer(answer):
     for name, given in pairs:
         if name not in IFEVAL:
             raise TaskError(f"unknown instruction {name!r}: only the 25 of Google's IFEval are checked (not IFBench's)")
-        if ("language" in name or name.startswith("change_case:english")) and not has_langdetect():
+        if ("language" in name or name.startswith("change_case:english")) and not find_spec("langdetect"):
             raise TaskError("this task needs language detection: pip install langdetect")
         with contextlib.suppress(NeedsWorker):
             IFEVAL[name]("", **given)  # a trial shows arguments that are missing, unknown or of a wrong type
     return pairs, bool(task.get("partial"))
-
-
-@lru_cache(maxsize=1)
-def has_langdetect():
-    import importlib.util
-
-    return importlib.util.find_spec("langdetect") is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1857,9 +1836,7 @@ class Sandbox:
         self.ok(self.libc.pivot_root(b".", b"old"), "pivot_root")
         os.chdir("/")
         self.ok(self.libc.umount2(b"/old", 2), "umount /old")  # MNT_DETACH
-        read_only = (ctypes.c_uint64 * 4)(
-            1, 0, 0, 0
-        )  # by mount_setattr for all mounts below; its number is 442 everywhere
+        read_only = (ctypes.c_uint64 * 4)(1)  # by mount_setattr for all mounts below; its number is 442 everywhere
         self.ok(self.libc.syscall(442, -100, b"/", 0x8000, read_only, ctypes.sizeof(read_only)), "mount_setattr")
         self.fresh_folders()
 
@@ -2091,10 +2068,9 @@ def judge(tests, names, connection):
         return decode(reply["value"], lambda number: Remote(number, ask))
 
     module = sys.modules["tests"] = types.ModuleType("tests")
-    for text in ("", tests["setup"], *tests["asserts"]):
+    for text in (tests["setup"], *tests["asserts"]):
+        module.__dict__.update({name: Remote(name, ask) for name in names})  # the setup must not replace the solution
         exec(compile(text, "tests", "exec", dont_inherit=True), module.__dict__)
-        if text in ("", tests["setup"]):  # the setup must not replace the solution
-            module.__dict__.update({name: Remote(name, ask) for name in names})
 
 
 def run_tests(sandbox, code, names, imports, seconds):
@@ -2173,7 +2149,7 @@ class Worker:
                 self.call(None, 60.0)
                 break
             self.stop()
-            del Worker.isolations[name]
+            Worker.isolations.pop(name, None)  # another thread may have found out, too
         else:
             raise TaskError("no worker process could be started")
         if not Worker.logged:
@@ -2200,35 +2176,36 @@ class Worker:
         self.process.stdout.close()
 
 
-class Pool:
-    """Idle workers, started as they are needed; those for programs are apart from those that have loaded mpmath."""
+IDLE = {"code": [], "score": []}  # started workers: those for programs, and those that have loaded mpmath
 
-    def __init__(self):
-        self.idle, self.pid = {"code": [], "score": []}, os.getpid()
 
-    def take(self, kind="code"):
-        while self.idle[kind]:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                worker = self.idle[kind].pop()
-                if worker.process.poll() is None:
-                    return worker
-                worker.stop()
-        return Worker()
-
-    def stop(self):
-        for worker in [w for workers in self.idle.values() for w in workers] if self.pid == os.getpid() else ():
+def take_worker(kind):
+    while IDLE[kind]:
+        with contextlib.suppress(IndexError):  # another thread was faster
+            worker = IDLE[kind].pop()
+            if worker.process.poll() is None:
+                return worker
             worker.stop()
+    return Worker()
 
 
-POOL = Pool()
-atexit.register(lambda: POOL.stop())
+def forget_workers(stop):
+    for workers in IDLE.values():
+        while workers:
+            worker = workers.pop()
+            stop and worker.stop()
+
+
+if os.name == "posix":
+    atexit.register(forget_workers, stop=True)
+    os.register_at_fork(after_in_child=lambda: forget_workers(stop=False))  # they are the parent's
 
 
 def check_outside(row, timeout):
     """Checks one row with a worker: a score, or the reason for 0."""
     verifier, completion, answer = row
     kind = "code" if verifier == "code" else "score"
-    worker = POOL.take(kind)
+    worker = take_worker(kind)
     try:
         if verifier == "code":
             outcome = check_code(completion, answer, worker, timeout)
@@ -2241,16 +2218,18 @@ def check_outside(row, timeout):
     except BaseException:
         worker.stop()
         raise
-    POOL.idle[kind].append(worker)
+    IDLE[kind].append(worker)
     return outcome
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # verify, verify_batch
 
-
-CHECKS = {"math": check_math, "choice": check_choice, "number": check_number, "ifeval": check_ifeval}
-CHECKS |= {"tool": check_tool, "exact": check_exact}
+VERIFIERS = {  # name: (what reads an answer, what checks a completion; code has a function of its own)
+    "math": (golds, check_math), "code": (parse_code_answer, None), "choice": (parse_choice_answer, check_choice),
+    "number": (parse_number_answer, check_number), "ifeval": (parse_ifeval_answer, check_ifeval),
+    "tool": (parse_tool_answer, check_tool), "exact": (str.strip, check_exact),
+}  # fmt: skip
 
 
 class Scores(list):
@@ -2270,7 +2249,7 @@ def check(row):
             if extract_code(completion, parse_code_answer(answer)["wanted"]) is None:
                 return "no answer"
             raise NeedsWorker
-        return CHECKS[verifier](completion, answer)
+        return VERIFIERS[verifier][1](completion, answer)
     except TaskError:
         return "unparsable gold"
     except RecursionError:
@@ -2283,12 +2262,9 @@ def verify_batch(rows, workers=None, timeout=TIMEOUT):
     workers: processes at a time (default: the cores). timeout: seconds for one run of a program or one slow check.
     Returns a list of floats in [0, 1] that also has `.counts`. Raises TaskError for an unknown verifier only.
     """
-    global POOL
-    if POOL.pid != os.getpid():
-        POOL = Pool()
     rows = [tuple(row) for row in rows]
-    for name in {row[0] for row in rows} - {*CHECKS, "code"}:
-        raise TaskError(f"unknown verifier {name!r}: there are {', '.join([*CHECKS, 'code'])}")
+    for name in {row[0] for row in rows} - VERIFIERS.keys():
+        raise TaskError(f"unknown verifier {name!r}: there are {', '.join(VERIFIERS)}")
     outcomes, slow = {}, []
     for row in dict.fromkeys(rows):
         try:
@@ -2691,14 +2667,10 @@ def check_gold(row):
         raise TaskError("the prompt must be a text or a list of messages with role and content")
     if not isinstance(answer, str):
         raise TaskError(f"the answer must be a string (JSON where structured), got {type(answer).__name__}")
-    if verifier not in GOLDS:
-        raise TaskError(f"unknown verifier {verifier!r}: there are {', '.join(GOLDS)}")
-    if GOLDS[verifier](answer) == "":
+    if verifier not in VERIFIERS:
+        raise TaskError(f"unknown verifier {verifier!r}: there are {', '.join(VERIFIERS)}")
+    if VERIFIERS[verifier][0](answer) == "":
         raise TaskError("the answer is empty")
-
-
-GOLDS = {"math": golds, "code": parse_code_answer, "choice": parse_choice_answer, "number": parse_number_answer}
-GOLDS |= {"ifeval": parse_ifeval_answer, "tool": parse_tool_answer, "exact": str.strip}
 
 
 def load_tasks(spec, limit=None, seed=0, data_dir=None):

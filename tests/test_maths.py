@@ -430,6 +430,50 @@ def test_full_kl_equals_the_definition(mopd):
         close(torch.autograd.grad((kl * outside).sum(), student)[0], expected, atol=1e-5)
 
 
+def toy_distributions(V=7, tokens=5):
+    generator = torch.Generator().manual_seed(3)
+    student = torch.randn(tokens, V, generator=generator).requires_grad_()
+    return student, torch.randn(tokens, V, generator=generator)
+
+
+def test_topk_kl_at_the_whole_vocabulary_is_the_full_one(mopd):
+    """Both distributions sum to 1, so the Bregman terms cancel; value and gradient are those of full_kl_loss."""
+    same = torch.nn.Identity()
+    found = []
+    for form in (lambda *h: mopd.topk_kl_loss(*h, k=7, chunk=2), mopd.full_kl_loss):
+        student, teacher = toy_distributions()
+        kl = form(student, teacher, same, same)
+        kl.sum().backward()
+        found.append((kl.detach(), student.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def test_topk_kl_is_its_definition(mopd):
+    """Value and derivative against autograd through every term; never negative; larger k never gives less."""
+    same, k = torch.nn.Identity(), 3
+    student, teacher = toy_distributions()
+    loss = mopd.topk_kl_loss(student, teacher, same, same, k=k)
+    loss.sum().backward()
+    copy = student.detach().clone().requires_grad_()
+    log_s, top = copy.log_softmax(-1).topk(k)
+    log_t = teacher.log_softmax(-1).gather(-1, top)
+    expected = (log_s.exp() * (log_s - log_t) - log_s.exp() + log_t.exp()).sum(-1)
+    expected.sum().backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(student.grad, copy.grad)
+    values = [mopd.topk_kl_loss(student, teacher, same, same, k=k).detach() for k in (1, 3, 7)]
+    assert (values[0] >= 0).all() and (values[1] >= values[0]).all() and (values[2] >= values[1] - 1e-6).all()
+
+
+def test_outcome_advantages_add_up(mopd):
+    """With alpha the sampled form's gradient is the teacher's plus the policy gradient of the rewards."""
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    how = dict(normalizer=2, advantage_clip=5.0, outcome_advantages=torch.tensor([[0.25, 0.25]]))
+    teacher = torch.tensor([[-0.5, -2.0]])
+    mopd.sampled_kl_loss(logprobs, teacher, logprobs.detach(), torch.ones(1, 2), **how).backward()
+    torch.testing.assert_close(logprobs.grad, -torch.tensor([[0.5 + 0.25, 0.25]]) / 2)
+
+
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_sampled_gradient_is_the_exact_one_in_expectation(mopd, off_policy):
     student, teacher = two_policies()
@@ -462,7 +506,7 @@ def test_differentiating_the_log_ratio_teaches_nothing():
     assert expected.norm() < 1e-6 < 0.1 < exact_kl_gradient(student, teacher)[1].norm()
 
 
-@pytest.mark.parametrize("form", ["sampled", "full"])
+@pytest.mark.parametrize("form", ["sampled", "topk", "full"])
 def test_an_equal_teacher_gives_no_gradient(mopd, make_model, form):
     student, (prompts, tokens, lengths) = make_model(), batch_of()
     teacher = copy.deepcopy(student).requires_grad_(False)
@@ -472,6 +516,8 @@ def test_an_equal_teacher_gives_no_gradient(mopd, make_model, form):
     targets = tokens[mask]
     if form == "full":
         loss = mopd.full_kl_loss(hidden, teacher_hidden, *heads, chunk=7).sum()
+    elif form == "topk":
+        loss = mopd.topk_kl_loss(hidden, teacher_hidden, *heads, k=5, chunk=7).sum()
     else:
         logprobs = mopd.token_logprobs(hidden, heads[0], targets)
         others = mopd.token_logprobs(teacher_hidden, heads[1], targets)

@@ -1,5 +1,6 @@
 """Merging: identities, hand-worked numbers, plain references, files that load, and every refusal."""
 
+import importlib.util
 import json
 import math
 import os
@@ -113,8 +114,8 @@ class InMemory:
     def __init__(self, tensor):
         self.tensor, self.shape = tensor, list(tensor.shape)
 
-    def values(self):
-        return self.tensor.reshape(-1)
+    def read(self, start=0, stop=None):
+        return self.tensor.reshape(-1)[start:stop]
 
 
 def fold(method, taus, weights=None, seed=0, name="t", **settings):
@@ -124,8 +125,9 @@ def fold(method, taus, weights=None, seed=0, name="t", **settings):
     how = {"gamma": None, "threshold": 1e-5, **usual, **settings, "seed": seed, "name": name, "experts": taus}
     how = SimpleNamespace(**how, columns=taus[0].shape[-1])
     pair = InMemory(torch.zeros_like(taus[0])), [InMemory(tau) for tau in taus]
-    vars(how).update(measure([pair], how) if measure else {})
-    return torch.cat([function(block, weights, how) for _, block in merge.TaskVectors(*pair).blocks()])
+    vectors = merge.TaskVectors(*pair)
+    vars(how).update(measure([vectors], how) if measure else {})
+    return torch.cat([function(block, weights, how) for _, block in vectors.blocks()])
 
 
 T = torch.tensor
@@ -222,10 +224,10 @@ def test_kth_largest_equals_a_sort(kind, monkeypatch):
     }[kind]
     ordered = values.sort(descending=True).values
     for k in (1, 2, 777, 40_000, 100_000, 200_001):
-        stream = lambda every: (block[::every] for block in values.split(60_000))
+        stream = lambda every: (merge.sample(block, every) for block in values.split(60_000))
         assert merge.kth_largest(stream, k) == float(ordered[k - 1])
     # In large tensors, the many entries between the sample's bounds are held as counts.
-    large = lambda every: (block.repeat(300)[::every] for block in values[:60_000].split(30_000))
+    large = lambda every: (merge.sample(block.repeat(300), every) for block in values[:60_000].split(30_000))
     assert merge.kth_largest(large, 9_000_000) == float(values[:60_000].sort(descending=True).values[29_999])
 
 
@@ -274,10 +276,16 @@ def test_blocks_do_not_change_the_result(method, monkeypatch):
 # --------------------------------------------------------------------------------------------------- identities
 
 
-@pytest.mark.parametrize("method", METHODS)
+# What makes a method keep every entry. model_stock and slerp take two experts: the same one twice, below.
+KEEP_ALL = {name: {"density": 1} for name in METHODS if "density" in merge.METHODS[name][2]}
+KEEP_ALL |= {name: {"density": 1, "epsilon": 0} for name in ("della", "della_linear")}
+KEEP_ALL |= {name: {"density": 1, "gamma": 0} for name in ("breadcrumbs", "breadcrumbs_ties")}
+KEEP_ALL |= {"ram": {"threshold": 1e-30}}
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("model_stock", "slerp")])
 def test_one_expert_at_scale_one_is_the_expert(world, run, method):
-    density = {} if method in ("linear", "task_arithmetic") else {"density": 1}
-    out, _ = run("a", method=method, scale=1, **density)
+    out, _ = run("a", method=method, scale=1, **KEEP_ALL.get(method, {}))
     assert_close_to_one_ulp(weights(out), weights(world / "a"), weights(world / "base"))
 
 
@@ -287,12 +295,17 @@ def test_scale_zero_is_the_base(world, run, method):
     assert_equal(weights(out), weights(world / "base"))
 
 
-@pytest.mark.parametrize("method", ["linear", "ties"])
+@pytest.mark.parametrize("method", ["linear", "ties", "breadcrumbs_ties", "sce", "ram"])
 def test_two_equal_experts_are_one(world, run, copy, method):
-    density = {"density": 0.4} if method == "ties" else {}
-    one, _ = run("a", method=method, **density)
-    two, _ = run("a", copy("a", "twin"), out=one.with_name("two"), method=method, **density)
+    one, _ = run("a", method=method)
+    two, _ = run("a", copy("a", "twin"), out=one.with_name("two"), method=method)
     assert_equal(weights(one), weights(two))
+
+
+@pytest.mark.parametrize("method", ["model_stock", "slerp"])
+def test_two_equal_experts_are_the_expert(world, run, copy, method):
+    out, _ = run("a", copy("a", "twin"), method=method)
+    assert_close_to_one_ulp(weights(out), weights(world / "a"), weights(world / "base"))
 
 
 def test_two_equal_experts_add_up_in_task_arithmetic(run, copy):
@@ -301,10 +314,11 @@ def test_two_equal_experts_add_up_in_task_arithmetic(run, copy):
     assert_equal(weights(one), weights(two))
 
 
-@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties"])
+@pytest.mark.parametrize("method", [name for name in METHODS if not name.startswith(("da", "de", "slerp"))])
 def test_the_order_of_experts_does_not_matter(run, method):
-    one, _ = run("a", "b", "c", method=method, weights=[1, 2, 3])
-    two, _ = run("c", "a", "b", out=one.with_name("two"), method=method, weights=[3, 1, 2])
+    taken = method not in ("sce", "ram", "model_stock")
+    one, _ = run("a", "b", "c", method=method, **{"weights": [1, 2, 3]} if taken else {})
+    two, _ = run("c", "a", "b", out=one.with_name("two"), method=method, **{"weights": [3, 1, 2]} if taken else {})
     for name, tensor in weights(one).items():
         torch.testing.assert_close(tensor, weights(two)[name], rtol=0, atol=2e-7)
 
@@ -320,6 +334,31 @@ def test_a_merge_of_files_equals_the_formula(world, run, method):
         else:
             merged = (taus[0] + 0.5 * taus[1] + 2 * taus[2]) / (3.5 if method == "linear" else 1)
         torch.testing.assert_close(weights(out)[name], start + 0.7 * merged.view(start.shape), rtol=0, atol=1e-6)
+
+
+def test_global_trimming_has_one_threshold_for_all_tensors(world, run, copy):
+    strong = edit(copy("a"), lambda name, w: w + (0.5 if name == "model.norm.weight" else 0.0))
+    for keep in (1 << 23, 0):  # whether tensors are read once, or again for each look
+        merge.KEEP, before = keep, merge.KEEP
+        out, _ = run(strong, out=strong.with_name(f"out-{keep}"), method="ties", trim="global", density=0.1)
+        merge.KEEP = before
+        start, end, merged = weights(world / "base"), weights(strong), weights(out)
+        taus = torch.cat([(end[name] - start[name]).flatten() for name in start])
+        least = taus.abs().sort(descending=True).values[int(0.1 * len(taus)) - 1]
+        for name, tensor in merged.items():
+            tau = end[name] - start[name]
+            torch.testing.assert_close(tensor, start[name] + tau * (tau.abs() >= least), rtol=0, atol=1e-7)
+        assert bool((merged["model.norm.weight"] != start["model.norm.weight"]).all())  # by tensor, only a tenth moves
+    tensor, _ = run(strong, out=strong.with_name("tensor"), method="ties", density=0.1)
+    assert int((weights(tensor)["model.norm.weight"] != start["model.norm.weight"]).sum()) == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_method_hides_a_broken_value(copy, refused, method, value):
+    expert = edit(copy("a"), spoilt(value))
+    line = refused(expert, "b", method=method)
+    assert f"{expert / 'model.safetensors'}: model.layers.1.mlp.up_proj.weight holds NaN or infinite" in line
 
 
 def test_dare_depends_on_the_seed_and_not_on_the_files(world, run, copy):
@@ -478,7 +517,7 @@ def test_a_killed_merge_leaves_nothing_that_loads(world, tmp_path, run):
         "import sys, time, merge\nfold = merge.task_arithmetic\ncalls = []\n"
         "def slow(*how):\n    calls.append(1)\n    if len(calls) == 5:\n        print('there', flush=True)\n"
         "        time.sleep(60)\n    return fold(*how)\n"
-        "merge.METHODS['task_arithmetic'] = (slow, 1.0, None)\nmerge.main()\n"
+        "merge.task_arithmetic = slow\nmerge.main()\n"
     )
     out = tmp_path / "out"
     flags = ["--base", world / "base", "--experts", world / "a", world / "b", "--out", out]
@@ -498,23 +537,308 @@ def test_a_killed_merge_leaves_nothing_that_loads(world, tmp_path, run):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="resident memory is read from /proc")
-def test_memory_does_not_grow_with_depth(tmp_path, run, monkeypatch):
+@pytest.mark.parametrize("trim", ["tensor", "global"])
+def test_memory_does_not_grow_with_depth(tmp_path, run, monkeypatch, trim):
     """32 tensors of 2 MB in three models: what is resident at the last is what was at the fifth, to 20 of 160 MB."""
     for seed, name in enumerate(("base", "a", "b")):
         (tmp_path / name).mkdir()
         tensors = {f"layer.{i}": torch.full((1024, 512), float(seed + i)) for i in range(32)}
         save_file(tensors, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text("{}")
-    resident = []
+    resident, elect = [], merge.elect
 
-    def watched(*how, **more):
-        status = open("/proc/self/status").read()
-        resident.append(int(status.split("VmRSS:")[1].split()[0]) / 1e3)
-        return merge.ties(*how, **more)
+    def watched(*how):
+        resident.append(int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0]) / 1e3)
+        return elect(*how)
 
-    monkeypatch.setitem(merge.METHODS, "ties", (watched, 1.0, 0.2))
-    run(tmp_path / "a", tmp_path / "b", base=tmp_path / "base", method="ties")
-    assert len(resident) == 32 and resident[-1] - resident[4] < 20, resident
+    monkeypatch.setattr(merge, "elect", watched)
+    run(tmp_path / "a", tmp_path / "b", base=tmp_path / "base", method="ties", trim=trim)
+    assert len(resident) == 32 * 8 and resident[-1] - resident[4 * 8] < 20, resident[::8]
+
+
+# -------------------------------------------------------------------------------------------------------- LoRA
+
+
+def save_adapter(folder, base, layers, seed, rank=4, whole=(), **config):
+    """A PEFT adapter folder with random A and B for these layers; `whole`: tensors that it trained in full."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors, start = {}, weights(base)
+    for layer in layers:
+        rows, columns = start[f"{layer}.weight"].shape
+        rows, columns = (columns, rows) if config.get("fan_in_fan_out") else (rows, columns)
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.randn(rank, columns, generator=generator)
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.randn(rows, rank, generator=generator)
+    tensors |= {f"base_model.model.{name}": start[name] + 1 for name in whole}
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 6, "bias": "none", **config}
+    config |= {
+        "target_modules": sorted({layer.split(".")[-1] for layer in layers}),
+        "base_model_name_or_path": str(base),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+ATTENTION = [f"model.layers.{layer}.self_attn.{name}" for layer in (0, 1) for name in ("q_proj", "v_proj")]
+MLP = [f"model.layers.{layer}.mlp.{name}" for layer in (0, 1) for name in ("up_proj", "down_proj")]
+
+
+def test_lora_experts_add_b_a_times_their_factor(world, run, tmp_path):
+    base, norm = world / "base", "model.norm.weight"
+    plain = save_adapter(tmp_path / "plain", base, ATTENTION, 1, alpha_pattern={"v_proj": 20}, whole=[norm])
+    rooted = save_adapter(tmp_path / "rooted", base, MLP, 2, use_rslora=True)
+    out, _ = run(plain, rooted, "a", weights=[1, 0.5, 2], scale=0.7)
+    start, end, full = weights(base), weights(out), weights(world / "a")
+    pairs = {name: load_file(folder / "adapter_model.safetensors") for name, folder in (("p", plain), ("r", rooted))}
+    for name in start:
+        tau, layer = 2 * (full[name] - start[name]), f"base_model.model.{name.removesuffix('.weight')}"
+        for key, weight in (("p", 20 / 4 if "v_proj" in name else 6 / 4), ("r", 0.5 * 6 / 2)):
+            if f"{layer}.lora_A.weight" in pairs[key]:
+                tau += weight * pairs[key][f"{layer}.lora_B.weight"] @ pairs[key][f"{layer}.lora_A.weight"]
+        tau += 1.0 if name == norm else 0.0
+        torch.testing.assert_close(end[name], start[name] + 0.7 * tau, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_stores_in_by_out(tmp_path):
+    """Of GPT-2: W is (in, out), so what is added is (B A)'; read by rows, as from a file."""
+    (tmp_path / "base").mkdir()
+    save_file({"h.0.attn.weight": torch.zeros(6, 15)}, tmp_path / "base" / "model.safetensors")
+    folder = save_adapter(tmp_path / "a", tmp_path / "base", ["h.0.attn"], 0, fan_in_fan_out=True)
+    stored = merge.adapter_tensors(folder, merge.model_tensors(tmp_path / "base"))["h.0.attn.weight"]
+    a, b = load_file(folder / "adapter_model.safetensors").values()
+    assert a.shape == (4, 6) and b.shape == (15, 4) and stored.shape == (6, 15)
+    torch.testing.assert_close(stored.read().view(6, 15), 6 / 4 * (b @ a).T)
+    torch.testing.assert_close(stored.read(15, 45).view(2, 15), 6 / 4 * (b @ a).T[1:3])
+
+
+def test_lora_concat_is_the_sum(world, run, tmp_path):
+    base = world / "base"
+    one = save_adapter(tmp_path / "one", base, ATTENTION + MLP, 1, rank=3)
+    two = save_adapter(tmp_path / "two", base, ATTENTION, 2, rank=5, use_rslora=True)
+    flags = {"weights": [1, -0.5], "scale": 0.7}
+    adapter, _ = run(one, two, out=tmp_path / "adapter", method="lora_concat", **flags)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["r"] == config["lora_alpha"] == 8 and config["base_model_name_or_path"] == str(base)
+    assert all(8 in tensor.shape for tensor in load_file(adapter / "adapter_model.safetensors").values())
+    summed, _ = run(one, two, out=tmp_path / "sum", method="task_arithmetic", **flags)
+    applied, _ = run(adapter, out=tmp_path / "applied", scale=1)
+    for name, tensor in weights(summed).items():
+        torch.testing.assert_close(weights(applied)[name], tensor, rtol=1e-5, atol=2e-6)
+    assert not torch.equal(
+        weights(summed)["model.layers.0.mlp.up_proj.weight"], weights(base)["model.layers.0.mlp.up_proj.weight"]
+    )
+
+
+def test_lora_as_peft_has_it(world, run, tmp_path):
+    peft = pytest.importorskip("peft")
+    folders, merged = [], []
+    for seed, how in enumerate(
+        ({"use_rslora": True}, {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"q_proj": 3}})
+    ):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(world / "base")
+        config = peft.LoraConfig(
+            r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **how
+        )
+        model = peft.get_peft_model(model, config)
+        model.save_pretrained(folders_name := tmp_path / f"adapter{seed}")
+        folders.append(folders_name)
+        merged.append(model.merge_and_unload().state_dict())
+    for folder, state in zip(folders, merged):
+        out, _ = run(folder, out=tmp_path / f"full-{folder.name}", scale=1)
+        for name, tensor in weights(out).items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-5, atol=1e-6)
+    concat, _ = run(*folders, out=tmp_path / "concat", method="lora_concat", scale=1)
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(world / "base"), concat)
+    state, start = loaded.merge_and_unload().state_dict(), weights(world / "base")
+    for name, tensor in start.items():
+        torch.testing.assert_close(state[name] - tensor, sum(m[name] - tensor for m in merged), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config, word",
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias is all"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is pissa"),
+        ({"base_model_name_or_path": "elsewhere"}, "give --base"),
+    ],
+)
+def test_adapters_that_are_not_plain_lora(world, copy, refused, tmp_path, config, word):
+    folder = save_adapter(tmp_path / "lora", world / "base", ATTENTION, 0)
+    set_json(folder / "adapter_config.json", **config)
+    if word == "give --base":
+        set_json(folder / "adapter_config.json", base_model_name_or_path=str(copy("base", "elsewhere")))
+    line = refused(folder, "a")
+    assert word in line and "lora" in line
+
+
+def test_adapters_with_other_tensors(world, refused, tmp_path):
+    folder = save_adapter(tmp_path / "lora", world / "base", ATTENTION, 0)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for change, word in (
+        ({"base_model.model.x.lora_embedding_A": torch.ones(2, 2)}, "x.lora_embedding_A is neither A nor B"),
+        ({"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.ones(4, 4)}, "layers.9.mlp.up_proj lacks"),
+        ({f"base_model.model.{ATTENTION[0]}.lora_A.weight": torch.ones(4, 99)}, "[32, 99] float, in the base [32, 32]"),
+        ({f"base_model.model.{ATTENTION[0]}.lora_B.weight": torch.full((32, 4), torch.inf)}, "NaN or infinite"),
+    ):
+        save_file(tensors | change, folder / "adapter_model.safetensors")
+        assert word in refused(folder, "a")
+    assert "lora_concat takes adapters" in refused("a", "b", method="lora_concat")
+
+
+# ---------------------------------------------------------------------------------------------------- geometry
+
+
+def test_geometry_of_task_vectors_by_hand(tmp_path, run):
+    """Two experts that differ from a base of ones in one layer's matrix and in an embedding."""
+    names = ("model.embed.weight", "model.layers.0.up_proj.weight")
+    start = {name: torch.ones(4, 4) for name in names}
+    moved = {name: {key: tensor.clone() for key, tensor in start.items()} for name in "ab"}
+    moved["a"][names[0]][0, :2] += T([3.0, 4.0])  # a direction: row 0
+    moved["b"][names[0]][0, :2] += T([3.0, -4.0])
+    moved["a"][names[1]][0, 0] += 2.0
+    moved["b"][names[1]][:2, 0] += T([1.0, 1.0])
+    moved["b"][names[1]][3, 3] += 1e-3  # lost in bfloat16, whose step at 1 is 1/128
+    for name, tensors in {"base": start, **moved}.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+    out, printed = run(tmp_path / "a", tmp_path / "b", base=tmp_path / "base", geometry=True, rank=1)
+    assert "Compared 2 experts" in printed and not (out / "model.safetensors").exists()
+    found = json.loads((out / "geometry.json").read_text())
+    near = lambda value, digits=1e-5: pytest.approx(value, rel=digits, abs=digits)
+    whole, layer = found["all"], found["layer 0"]
+    assert found["module up_proj"] == layer and "layer 1" not in found
+    assert whole["parameters"] == 32 and layer["parameters"] == 16
+    assert whole["norm"] == near([29**0.5, 27**0.5]) and layer["norm"] == near([2, 2**0.5])
+    assert whole["cosine"][0][1] == near((9 - 16 + 2) / (29 * 27) ** 0.5) and layer["cosine"][0][1] == near(0.5**0.5)
+    assert layer["share of displacement"] == near([4 / 29, 2 / 27])
+    assert layer["relative displacement"] == near([8 / 29, 4 / 27])
+    assert whole["below 1e-05"] == [29 / 32, 27 / 32] and whole["equal in bfloat16"] == [29 / 32, 28 / 32]
+    assert whole["jaccard"][0][1] == near(3 / 5) and whole["jaccard"][0][0] == 1
+    assert whole["sign agreement"][0][1] == near(2 / 3)
+    # Elected signs: + 0 in the embedding (4 - 4 is a draw, which erases nothing by sign), + + + in the layer.
+    assert whole["erased by election"] == near([0, 0])
+    assert layer["overlap"][0][1] == near(0.5) and layer["overlap by chance"] == near(1 / 4)
+    assert layer["angles"][0][1] == near([45.0]) and layer["angles"][0][0] == near([0.0], 1e-3)
+    sigma = (2**0.5, 1e-3)
+    shares = [s / sum(sigma) for s in sigma]
+    assert layer["effective_rank"] == near([1.0, math.exp(-sum(s * math.log(s) for s in shares))], 1e-4)
+    assert whole["overlap"][0][1] == near(0.75)  # mean of both matrices
+
+
+def test_geometry_beside_a_merge(world, run, copy):
+    lora = save_adapter(copy("a").with_name("lora"), world / "base", ATTENTION, 0)
+    out, _ = run("a", "b", lora, method="ties", geometry=True)
+    plain, _ = run("a", "b", lora, method="ties", out=out.with_name("plain"))
+    assert_equal(weights(out), weights(plain))
+    found = json.loads((out / "geometry.json").read_text())
+    ranks = found["module q_proj"]["effective_rank"]
+    assert ranks[2] <= 4.0001 < 15 < ranks[0]  # the adapter has rank 4, the others are noise
+    assert {"layer 0", "layer 1", "module embed_tokens"} <= found.keys()
+    if importlib.util.find_spec("matplotlib"):
+        assert (out / "geometry.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_geometry_without_matplotlib(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    out, printed = run("a", "b", geometry=True, rank=0)
+    assert "no geometry.png, since matplotlib is not installed" in printed and (out / "geometry.json").exists()
+    assert "overlap" not in json.loads((out / "geometry.json").read_text())["all"]
+
+
+# ---------------------------------------------------------------------------------------------------- mergekit
+
+
+@pytest.fixture
+def peer(world, tmp_path):
+    """peer("ties", density=0.5, ...) merges a, b and c of the world with mergekit 0.1.5, in float32 -> its tensors."""
+    pytest.importorskip("mergekit", reason="mergekit is not installed, see tests/bench/requirements.txt")
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import MergeOptions, run_merge
+
+    def call(method, experts="abc", weights=(1.0, 1.0, 1.0), base=True, **parameters):
+        models = [
+            {"model": str(world / name), "parameters": {"weight": weight}} for name, weight in zip(experts, weights)
+        ]
+        config = {"merge_method": method, "models": models, "parameters": parameters, "dtype": "float32"}
+        config |= {"base_model": str(world / "base")} if base else {}
+        out = tmp_path / "mergekit"
+        shutil.rmtree(out, ignore_errors=True)
+        run_merge(MergeConfiguration.model_validate(config), str(out), options=MergeOptions(copy_tokenizer=False))
+        return {name: tensor for name, tensor in globals()["weights"](out).items() if name != "lm_head.weight"}
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "method, ours, theirs",
+    [
+        ("linear", {"weights": [1, 0.5, 2]}, {"weights": [1, 0.5, 2], "base": False}),
+        ("task_arithmetic", {"weights": [1, -0.5, 2], "scale": 0.7}, {"weights": [1, -0.5, 2], "lambda": 0.7}),
+        ("ties", {"density": 0.3, "weights": [1, 0.5, 2]}, {"density": 0.3, "weights": [1, 0.5, 2]}),
+        ("breadcrumbs", {"density": 0.6, "gamma": 0.1, "scale": 1}, {"density": 0.6, "gamma": 0.1}),
+        ("breadcrumbs", {"scale": 1}, {"density": 0.9, "gamma": 0.01}),  # int(0.01 * 32) = 0 outliers in norms
+        # Theirs divides by the agreeing weights only where it is told to.
+        ("breadcrumbs_ties", {"density": 0.6, "gamma": 0.1}, {"density": 0.6, "gamma": 0.1, "normalize": True}),
+        ("sce", {}, {}),
+        ("sce", {"select_topk": 0.4}, {"select_topk": 0.4}),
+        ("ram", {"threshold": 0.02}, {"epsilon": 0.02}),
+        ("model_stock", {}, {}),
+    ],
+)
+def test_the_same_as_mergekit(world, run, peer, method, ours, theirs):
+    expected = peer(method, **theirs)
+    out, _ = run("a", "b", "c", method=method, **ours)
+    merged, clamped = weights(out), 0
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        if method == "model_stock" and torch.equal(tensor, weights(world / "base")[name]):
+            clamped += 1  # a negative cosine, where theirs leaves the segment from base to mean
+        else:
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+    assert clamped < len(merged)
+
+
+def test_sce_where_mergekit_gives_up_its_shares(world, run, copy, peer):
+    """Where the mean squares sum to less than 1e-6, mergekit weighs the experts alike, though one moved ten times as far."""
+    base, folders = weights(world / "base"), []
+    for name, size in (("a", 0.02), ("b", 0.002), ("c", 0.002)):
+        folders.append(edit(copy(name), lambda key, w, size=size: base[key] + size * (w - base[key])))
+    out, _ = run(*folders, method="sce")
+    theirs, alike = peer("sce", experts=folders), weights(run(*folders, out=out.with_name("ties"), method="ties", density=1)[0])
+    for name, tensor in weights(out).items():
+        torch.testing.assert_close(theirs[name], alike[name], rtol=0, atol=1e-6)  # equal shares: TIES without trimming
+        taus = torch.stack([(weights(folder)[name] - base[name]).flatten() for folder in folders])
+        shares = taus.square().sum(1) / taus.square().sum()
+        expected = torch.tensor([plain_sce(column, shares.tolist()) for column in taus.T.tolist()])
+        torch.testing.assert_close(tensor, base[name] + expected.view(tensor.shape), rtol=0, atol=1e-7)
+    assert max(float((theirs[name] - base[name]).sub(weights(out)[name] - base[name]).abs().max()) for name in base) > 1e-4
+
+
+def plain_sce(entries, shares):
+    agreeing = [(share, x) for share, x in zip(shares, entries) if x * sum(entries) > 0]
+    return sum(share * x for share, x in agreeing) / sum(share for share, _ in agreeing) if agreeing else 0.0
+
+
+def test_dare_and_della_are_those_of_mergekit_on_average():
+    """Theirs scales what is kept to the L1 norm that the tensor had: other values, but nearly the same on average."""
+    sparsify = pytest.importorskip("mergekit.sparsify", reason="mergekit is not installed")
+    tau = torch.linspace(-2.0, 2.0, 64).view(4, 16)
+    torch.manual_seed(0)
+    for method, how in (("dare_linear", {"density": 0.6}), ("della_linear", {"density": 0.6, "epsilon": 0.2})):
+        theirs = sparsify.bernoulli if method == "dare_linear" else sparsify.della_magprune
+        left = torch.stack([fold(method, [tau], seed=seed, **how) for seed in range(3000)])
+        right = torch.stack([theirs(tau, **how, rescale_norm=sparsify.RescaleNorm.l1).flatten() for _ in range(3000)])
+        kept = ((left != 0).float().mean(0) - (right != 0).float().mean(0)).abs().max()
+        assert kept < 0.06  # the same probabilities, entry by entry: 4.5 standard errors
+        if method == "dare_linear":
+            assert (left.mean(0) - tau.flatten()).abs().max() < 0.15
+            assert (right.mean(0) - tau.flatten()).abs().max() < 0.15
+        assert (right.unique().numel() > 1000) and left.unique().numel() <= 65  # one factor an entry; theirs varies by draw
 
 
 # ----------------------------------------------------------------------------------------------------- refusals
@@ -535,7 +859,16 @@ def test_memory_does_not_grow_with_depth(tmp_path, run, monkeypatch):
         ({"scale": [1, 1.0], "out": "x-{scale}"}, ["different values"]),
         ({"seed": -1}, ["--seed"]),
         ({"shard_size": 0}, ["--shard_size"]),
-        ({"method": "slerp"}, ["slerp", "task_arithmetic"]),
+        ({"method": "slurp"}, ["slurp", "task_arithmetic", "slerp"]),
+        ({"method": "slerp", "weights": [0, 0]}, ["slerp", "not all 0"]),
+        ({"method": "ties", "gamma": 0.1}, ["--gamma", "breadcrumbs"]),
+        ({"method": "della", "density": 0.1}, ["--density 0.1", "--epsilon"]),
+        ({"method": "breadcrumbs", "density": 0.95, "gamma": 0.1}, ["--density 0.95", "--gamma"]),
+        ({"method": "sce", "select_topk": 0}, ["--select_topk", "above 0"]),
+        ({"method": "sce", "weights": [1, 2]}, ["--weights", "sce"]),
+        ({"method": "dare_ties", "trim": "global"}, ["--trim", "dare_ties"]),
+        ({"geometry": True, "weights": [1, 2]}, ["--weights", "none"]),
+        ({"threshold": 0}, ["--threshold"]),
         ({"lambda": 1}, ["unknown argument --lambda"]),
         ({"base": "no/such"}, ["no/such", "folder, or a hub id"]),
     ],

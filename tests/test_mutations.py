@@ -220,20 +220,32 @@ MUTATIONS = {
     # ---- merging
     "TIES elects the minority": (
         "merge.py",
-        "sign = sum(weight * tau for weight, tau in zip(weights, task_vectors)).sign()",
-        "sign = -sum(weight * tau for weight, tau in zip(weights, task_vectors)).sign()",
+        "sign = ((weights if votes is None else votes) @ taus).sign_()",
+        "sign = -((weights if votes is None else votes) @ taus).sign_()",
         "test_maths.py::test_doctests[merge]",
     ),
     "TIES divides by all experts": (
         "merge.py",
-        "count = sum(weight * (size > 0) for weight, size in zip(weights, agreeing))",
-        "count = sum(weight * (size >= 0) for weight, size in zip(weights, agreeing))",
+        "count = weights @ agreeing.sign_()",
+        "count = weights @ torch.ones_like(agreeing)",
         "test_maths.py::test_doctests[merge]",
     ),
     "DARE does not scale up what it keeps": (
         "merge.py",
-        "return tau * keep / density",
-        "return tau * keep",
+        "return torch.from_numpy(taus.numpy() * keep).mul_(65536 / below)",
+        "return torch.from_numpy(taus.numpy() * keep)",
+        "test_maths.py::test_doctests[merge]",
+    ),
+    "DELLA keeps the small ones": (
+        "merge.py",
+        "keep = (density - epsilon + 2 * epsilon * rank).view(taus.shape)",
+        "keep = (density + epsilon - 2 * epsilon * rank).view(taus.shape)",
+        "test_maths.py::test_doctests[merge]",
+    ),
+    "the k-th largest is one place off": (
+        "merge.py",
+        "held, rank = np.concatenate(held), k - above",
+        "held, rank = np.concatenate(held), k - above + 1",
         "test_maths.py::test_doctests[merge]",
     ),
     # ---- the sampler

@@ -383,7 +383,7 @@ def test_one_mopd_step_equals_the_plain_update(run, watch, toy, changes):
         assert domains.count("code") == 6 and metrics["proportion/code"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("form", ["sampled", "full"])
+@pytest.mark.parametrize("form", ["sampled", "topk", "full"])
 def test_teachers_that_equal_the_student_change_nothing(run, toy, form):
     same = [f"math={toy / 'base'}", f"code={toy / 'base'}"]
     out = run("mopd", *toy_flags(toy, "mopd", kl=form, teachers=same, tokens_per_microbatch=25))

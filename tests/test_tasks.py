@@ -280,7 +280,7 @@ def test_what_is_wrong_is_said_in_one_line_with_its_place(tmp_path, row, words):
 def test_language_detection_is_asked_for_when_it_is_missing(tmp_path, monkeypatch):
     answer = json.dumps({"instruction_id_list": ["change_case:english_capital"], "kwargs": [{}]})
     path = write(tmp_path / "a.jsonl", [ROW | {"verifier": "ifeval", "answer": answer}])
-    monkeypatch.setattr("verifiers.has_langdetect", lambda: False)
+    monkeypatch.setattr("verifiers.find_spec", lambda name: None)
     verifiers.parse_ifeval_answer.cache_clear()
     assert "pip install langdetect" in refusal(path)
 

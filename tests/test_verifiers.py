@@ -71,13 +71,13 @@ def test_collected_cases(case_folder, name):
 
 
 def test_collected_code_cases(case_folder):
-    """The hostile ones only where namespaces hold them; a second is enough for every right one."""
+    """The hostile ones only where namespaces hold them. One right program is 400 kB of a list, which takes a second to compile."""
     cases = core(read_cases(case_folder / "code.jsonl"))
     if isolation() != "namespaces":
         cases = [case for case in cases if not case.get("destructive") and not case.get("run_only_sandboxed")]
     folders = [Path.cwd(), Path.home(), Path(tempfile.gettempdir()), HERE.parent]
     before, files = processes(), [{path.name for path in folder.iterdir()} for folder in folders]
-    assert wrong_verdicts(cases, workers=2, timeout=2) == []
+    assert wrong_verdicts(cases, workers=2, timeout=4) == []
     assert processes() <= before
     traces = ("rlvrcanary", "reward.txt", "conftest.py", "sitecustomize.py", "out.txt", "json.py", "math.py")
     for folder, names in zip(folders, files):
@@ -85,8 +85,8 @@ def test_collected_code_cases(case_folder):
 
 
 def isolation():
-    worker = verifiers.POOL.take()
-    verifiers.POOL.idle["code"].append(worker)
+    worker = verifiers.take_worker("code")
+    verifiers.IDLE["code"].append(worker)
     return worker.isolation
 
 
@@ -95,7 +95,7 @@ def processes():
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     parents = {int(pid): int(parent) for pid, parent, name in rows if name.strip() != "ps"}
-    workers = {worker.process.pid for idle in verifiers.POOL.idle.values() for worker in idle}
+    workers = {worker.process.pid for idle in verifiers.IDLE.values() for worker in idle}
     workers |= {pid for pid, parent in parents.items() if parent in workers}
 
     def ours(pid):
@@ -243,7 +243,7 @@ def test_without_namespaces_limits_hold(monkeypatch, caplog):
     limits = {name: prefix for name, prefix in verifiers.Worker.isolations.items() if name.startswith("limits only")}
     monkeypatch.setattr(verifiers.Worker, "isolations", limits)
     monkeypatch.setattr(verifiers.Worker, "logged", False)
-    monkeypatch.setattr(verifiers, "POOL", verifiers.Pool())
+    monkeypatch.setattr(verifiers, "IDLE", {"code": [], "score": []})
     before = processes()
     try:
         right = python("print(sum(map(int, input().split())))")
@@ -260,7 +260,7 @@ def test_without_namespaces_limits_hold(monkeypatch, caplog):
         assert verify_batch([("code", c, SUM) for c in endless], timeout=1) == [1.0, 0.0, 0.0, 0.0]
         assert processes() <= before
     finally:
-        verifiers.POOL.stop()
+        verifiers.forget_workers(stop=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- math
@@ -377,10 +377,10 @@ def test_one_row_cannot_hurt_another():
 
 
 def test_a_worker_that_dies_is_replaced():
-    worker = verifiers.POOL.take()
+    worker = verifiers.take_worker("code")
     worker.process.kill()
     worker.process.wait()
-    verifiers.POOL.idle["code"].append(worker)
+    verifiers.IDLE["code"].append(worker)
     assert verify("code", python("def add(a, b):\n    return a + b  # again"), ADD) == 1.0
 
 
@@ -404,7 +404,7 @@ def test_from_threads_and_under_asyncio():
 
 
 def test_workers_end_when_their_caller_is_killed():
-    code = "import verifiers, os, time\nw = verifiers.POOL.take()\nprint(w.process.pid, flush=True)\ntime.sleep(60)"
+    code = "import verifiers, os, time\nw = verifiers.take_worker('code')\nprint(w.process.pid, flush=True)\ntime.sleep(60)"
     caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
     worker = int(caller.stdout.readline())
     caller.send_signal(signal.SIGKILL)
