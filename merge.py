@@ -41,7 +41,7 @@ from transformers.hf_argparser import HfArg
 from eval import model_folder, parse_args, peak_gb, run_cost, stop, write_json
 
 # Letters are dimensions only: E experts, n entries of one tensor or of a block of it.
-BLOCK = 1 << 16  # entries at a time: the blocks of all experts stay in the processor's cache
+BLOCK = 1 << 17  # entries at a time: the blocks of all experts stay in the processor's cache
 KEEP = 1 << 23  # entries of a tensor's task vectors (32 MB) that are kept where a method looks at them several times
 
 
@@ -82,27 +82,23 @@ class Args:
             stop(f"there is no --method {self.method}: choose from {', '.join(METHODS)}")
         _, usual_scale, usual, measure = METHODS.get(self.method, (None, MEAN, {}, None))
         for flag in ("density", "epsilon", "gamma", "select_topk"):
-            if getattr(self, flag) is None:
+            share = getattr(self, flag)
+            if share is None:
                 setattr(self, flag, usual.get(flag))
             elif flag not in usual:
                 users = ", ".join(name for name in METHODS if flag in METHODS[name][2])
                 stop(f"--{flag} has no effect on --method {self.method or 'none'}: leave it out, or choose {users}")
-            elif not 0 <= getattr(self, flag) <= 1 or getattr(self, flag) == 0 and flag in ("density", "select_topk"):
-                stop(
-                    f"--{flag} is a share, {'0' if flag in ('epsilon', 'gamma') else 'above 0'} and up to 1, not {getattr(self, flag)}"
-                )
-        if self.density and (
-            self.density <= (self.epsilon or 0) or self.density + (self.epsilon or self.gamma or 0) > 1
-        ):
+            elif not (0 < share <= 1 or share == 0 and flag in ("epsilon", "gamma")):
+                stop(f"--{flag} is a share, above 0 and up to 1, not {share}")
+        below, above = self.epsilon or 0, self.epsilon or self.gamma or 0
+        if self.density and not below < self.density <= 1 - above:
             stop(f"--density {self.density} leaves no room below it for --epsilon, or above for --epsilon or --gamma")
         if self.method == "slerp" and len(self.experts) != 2 or self.method == "model_stock" and len(self.experts) < 2:
             stop(f"--method {self.method} takes two {'' if self.method == 'slerp' else 'or more '}experts")
         if self.weights and self.method in ("", "sce", "ram", "model_stock"):
             stop(f"--weights has no effect on --method {self.method or 'none'}: leave it out")
         if self.trim == "global" and measure is not limits:
-            stop(
-                f"--trim has no effect on --method {self.method or 'none'}: leave it out, or choose ties or breadcrumbs"
-            )
+            stop(f"--trim has no effect on --method {self.method or 'none'}: choose ties or breadcrumbs")
         self.scale, self.weights = self.scale or [usual_scale], self.weights or [1.0] * len(self.experts)
         if len(self.weights) != len(self.experts) or not all(map(math.isfinite, self.weights + self.scale)):
             stop(f"--weights takes {len(self.experts)} finite numbers, one an expert, and --scale finite numbers")
@@ -117,21 +113,32 @@ class Args:
 
 # ------------------------------------------------------------------------------------------------ maths: what is dropped
 # taus (E, n) float32: the task vectors of one tensor, or of a block of it; no function changes them. What is dropped is
-# multiplied by 0, so that a NaN or an infinite value of an expert shows in the merge.
+# multiplied by 0 or the like, so that a NaN or an infinite value of an expert shows in the merge.
 
 
-def trim(taus, low, high=math.inf):
-    """Keep low <= |tau| < high; a limit is one number, or (E, 1). TIES (arXiv 2306.01708) keeps the largest 20 %,
-    breadcrumbs (arXiv 2312.06795) cuts the very largest as well, RAM (arXiv 2601.13572) what hardly changed.
+def trim(taus, limits):
+    """Keep |tau| >= limit, one limit (E,) an expert. TIES (arXiv 2306.01708) trims so that the largest 20 % stay; RAM (arXiv
+    2601.13572) leaves out what hardly changed.
 
     Equal magnitudes stay or go together, since nothing tells them apart (task vectors of bfloat16 experts hold many);
     mergekit picks among those that equal the limit, so that the count comes out exact.
 
-    >>> trim(torch.tensor([[4.0, -3.0, 1.0, 0.5]]), low=1.0, high=4.0)
+    >>> trim(torch.tensor([[4.0, -3.0, 1.0, 0.5]]), [1.0])
+    tensor([[ 4., -3.,  1.,  0.]])
+    """
+    kept = torch.empty_like(taus)
+    for tau, limit, out in zip(taus, np.float32(limits), kept):  # hardshrink keeps |tau| > limit
+        torch.hardshrink(tau, float(np.nextafter(limit, np.float32(0))), out=out)
+    return kept
+
+
+def breadcrumbs(taus, low, high):
+    """Keep low <= |tau| < high: outliers, the largest 1 %, are cut like the smallest (arXiv 2312.06795).
+
+    >>> breadcrumbs(torch.tensor([[4.0, -3.0, 1.0, 0.5]]), [1.0], [4.0])
     tensor([[ 0., -3.,  1.,  0.]])
     """
-    sizes = taus.abs().numpy()
-    return torch.from_numpy(taus.numpy() * ((sizes >= low) & (sizes < high)))
+    return trim(taus, low) - trim(taus, high)
 
 
 def coins(draws, n):
@@ -161,10 +168,8 @@ def magprune(taus, density, epsilon, columns, draws):
     tensor([[0.0000, -0.0000, 0.0000, 6.6667]])
     """
     rows = taus.abs().view(len(taus), -1, columns)  # coins above: 33375 55746 60367 41743, of 65536
-    rank = (
-        rows.argsort(dim=-1, stable=True).argsort(dim=-1) / (columns - 1) if columns > 1 else torch.full_like(rows, 0.5)
-    )
-    keep = (density - epsilon + 2 * epsilon * rank).view(taus.shape)
+    rank = rows.argsort(dim=-1, stable=True).argsort(dim=-1) / (columns - 1 or math.nan)
+    keep = (density - epsilon + 2 * epsilon * rank.nan_to_num(0.5)).view(taus.shape)
     return taus * (torch.from_numpy(coins(draws, taus.shape[1]).astype(np.float32)) < keep * 65536) / keep
 
 
@@ -271,13 +276,13 @@ def kth_largest(stream, k):
     """
     for every in (17, 1):  # the sample may mislead, or tell too little; all entries do not
         counts = sum(np.bincount(block.numpy().view(np.int32) >> 16, minlength=1 << 15) for block in stream(every))
-        at_least = np.append(every * counts[::-1].cumsum()[::-1], 0)
+        counted = np.append(every * counts[::-1].cumsum()[::-1], 0)
         slack = 4 * math.sqrt(every * k) * (every > 1)  # four standard deviations of what a sample says
-        low, high = (max(0, np.count_nonzero(at_least >= rank) - 1) for rank in (k + slack, k - slack))
+        low, high = (max(0, np.count_nonzero(counted >= rank) - 1) for rank in (k + slack, k - slack))
         if high - low > 32:
             continue
         start, stop, above, held = low << 16, high + 1 << 16, 0, []
-        few = at_least[low] - at_least[high + 1] < 1 << 24  # too many to hold are counted by value
+        few = counted[low] - counted[high + 1] < 1 << 24  # too many to hold are counted by value
         for block in stream(1):
             bits = block.numpy().view(np.int32)
             larger = bits >= stop
@@ -291,13 +296,13 @@ def kth_largest(stream, k):
             return float(np.int32(start + np.count_nonzero(held[::-1].cumsum()[::-1] >= rank) - 1).view(np.float32))
 
 
-def sample(values, every):
+def thinned(values, every):
     """16 neighbours (as many as a cache line holds) out of `every` 16 of the values (n,); 1: all."""
     return values if every == 1 else values[: len(values) // 16 * 16].view(-1, 16)[::every].flatten()
 
 
 def limits(tensors, how):
-    """low, high (E, 1): between them lie `density` of the magnitudes of the tensors, and above them `gamma`."""
+    """low, high (E,): from low on and below high lie `density` of the magnitudes of the tensors, above it `gamma`."""
     n, found = sum(vectors.n for vectors in tensors), {"low": [], "high": []}
     cut, keep = int((how.gamma or 0) * n), max(1, int(how.density * n))  # rounded down, as in mergekit
     for expert in range(len(how.experts)):
@@ -305,9 +310,9 @@ def limits(tensors, how):
         def stream(every, expert=expert):
             return (block for vectors in tensors for block in vectors.magnitudes(expert, every))
 
-        found["low"].append([kth_largest(stream, min(n, cut + keep))])
-        found["high"].append([kth_largest(stream, cut) if cut else math.inf])
-    return {key: np.float32(values) for key, values in found.items()}
+        found["low"].append(kth_largest(stream, min(n, cut + keep)))
+        found["high"].append(kth_largest(stream, cut) if cut else math.inf)
+    return found
 
 
 def inner_products(tensors, how):
@@ -324,7 +329,7 @@ def sce_shares(tensors, how):
     if how.select_topk < 1:
         values = torch.cat([variances(taus) for _, taus in blocks()])
         k = max(1, int(how.select_topk * torch.count_nonzero(values)))
-        low = kth_largest(lambda every: (sample(block, every) for block in values.split(BLOCK)), k)
+        low = kth_largest(lambda every: (thinned(block, every) for block in values.split(BLOCK)), k)
     squares = sum(torch.linalg.vector_norm(select(taus, low), dim=1).double().square() for _, taus in blocks())
     return {"low": low, "shares": (squares / squares.sum().clamp(min=1e-300)).float()}
 
@@ -346,10 +351,10 @@ METHODS = {
     "dare_ties": (lambda t, w, h: elect(dare(t, h.density, h.draws), w), MEAN, DARE, generators),
     "della_linear": (lambda t, w, h: w @ magprune(t, h.density, h.epsilon, h.columns, h.draws), SUM, DELLA, generators),
     "della": (lambda t, w, h: elect(magprune(t, h.density, h.epsilon, h.columns, h.draws), w), MEAN, DELLA, generators),
-    "breadcrumbs": (lambda t, w, h: task_arithmetic(trim(t, h.low, h.high), w), SUM, CRUMBS, limits),
-    "breadcrumbs_ties": (lambda t, w, h: elect(trim(t, h.low, h.high), w), MEAN, CRUMBS, limits),
+    "breadcrumbs": (lambda t, w, h: task_arithmetic(breadcrumbs(t, h.low, h.high), w), SUM, CRUMBS, limits),
+    "breadcrumbs_ties": (lambda t, w, h: elect(breadcrumbs(t, h.low, h.high), w), MEAN, CRUMBS, limits),
     "sce": (lambda t, w, h: elect(select(t, h.low), h.shares, votes=w), MEAN, {"select_topk": 1.0}, sce_shares),
-    "ram": (lambda t, w, h: ram(trim(t, h.threshold)), MEAN, {}, None),
+    "ram": (lambda t, w, h: ram(trim(t, [h.threshold] * len(t))), MEAN, {}, None),
     "model_stock": (lambda t, w, h: model_stock(t, h.gram), MEAN, {}, inner_products),
     "slerp": (lambda t, w, h: slerp(t, w, h.gram), MEAN, {}, inner_products),
     "lora_concat": (None, SUM, {}, None),  # task_arithmetic of adapters that stays an adapter: concat_adapters
@@ -430,9 +435,8 @@ class TaskVectors:
             theta = self.base.read(start, start + size).float()
             taus = torch.empty(len(self.experts), len(theta))
             for tau, expert in zip(taus, self.experts):  # what a LoRA expert holds is a task vector already
-                torch.sub(
-                    expert.read(start, start + size).float(), 0 if isinstance(expert, LowRank) else theta, out=tau
-                )
+                values = expert.read(start, start + size).float()
+                torch.sub(values, 0 if isinstance(expert, LowRank) else theta, out=tau)
             if self.small:
                 self.kept.append((theta, taus))
             yield theta, taus
@@ -440,7 +444,8 @@ class TaskVectors:
     def magnitudes(self, expert, every):
         """|tau| of one expert, or a sample of it, in blocks (n,)."""
         vectors = self if self.small else TaskVectors(self.base, self.experts[expert : expert + 1])
-        return (sample(taus[expert if self.small else 0], every).abs() for _, taus in vectors.blocks())
+        blocks = (thinned(taus[expert if self.small else 0], every).abs() for _, taus in vectors.blocks())
+        return blocks if every == 1 else [torch.cat(list(blocks))]
 
 
 def read_json(path):
@@ -490,21 +495,11 @@ def model_tensors(folder):
 def adapter_tensors(folder, base):
     """{name: LowRank, or Stored where it trained a tensor whole} of a PEFT LoRA adapter, for every tensor of the base."""
     path, config = Path(folder) / "adapter_model.safetensors", read_json(Path(folder) / "adapter_config.json")
-    plain = {"peft_type": "LORA", "bias": "none", "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}
-    for key in (
-        "use_dora",
-        "lora_bias",
-        "use_qalora",
-        "layer_replication",
-        "target_parameters",
-        "trainable_token_indices",
-    ):
-        plain[key] = (False, [], {})
-    for key, usual in plain.items():
-        if config.get(key) not in (None, usual) and config.get(key) not in (usual if isinstance(usual, tuple) else ()):
-            stop(
-                f"{folder}/adapter_config.json: {key} is {config[key]}, but only plain LoRA is merged: merge_and_unload it"
-            )
+    plain = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian", "eva", "orthogonal"]}
+    others = "use_dora lora_bias use_qalora layer_replication target_parameters trainable_token_indices"
+    for key, usual in {**plain, **dict.fromkeys(others.split(), [])}.items():
+        if config.get(key) and config[key] not in usual:
+            stop(f"{folder}/adapter_config.json: {key} is {config[key]}, not plain LoRA: merge_and_unload it first")
     tensors, layers = {}, {}
     for name, tensor in base.items():
         tensors[name] = LowRank(path, name, "F32", tensor.shape) if tensor.dtype in FLOATS else tensor
@@ -611,7 +606,7 @@ def subspaces(matrices, rank):
     angles arccos sigma(U_i' U_j) in degrees; and effective ranks exp(entropy of sigma / sum sigma).
 
     >>> sums = subspaces([torch.tensor([[2.0, 0], [0, 0]]), torch.tensor([[1.0, 0], [1, 0]]), torch.eye(2)], rank=1)
-    >>> [round(float(sums[key][0, 1]), 6) for key in ("overlap", "angles")], sums["effective_rank"].tolist()
+    >>> [round(float(sums[key][0, 1]), 6) for key in ("overlap", "angles")], sums["effective rank"].tolist()
     ([0.5, 45.0], [1.0, 1.0, 2.0])
     """
     leading, ranks = [], []
@@ -623,12 +618,9 @@ def subspaces(matrices, rank):
         ranks.append(torch.special.entr(sigma / sigma.sum()).sum().exp())
     stacked = torch.stack(leading)  # (E, rows, rank)
     cosines = torch.linalg.svdvals(stacked.mT[:, None] @ stacked).clamp(max=1)  # (E, E, rank)
-    sums = {
-        "overlap": cosines.square().mean(-1),
-        "angles": cosines.acos().rad2deg(),
-        "effective_rank": torch.stack(ranks),
-    }
-    return {**sums, "overlap by chance": torch.tensor(rank / stacked.shape[1]), "matrices": torch.tensor(1)}
+    sums = {"overlap": cosines.square().mean(-1), "overlap by chance": torch.tensor(rank / stacked.shape[1])}
+    sums |= {"angles": cosines.acos().rad2deg(), "effective rank": torch.stack(ranks)}
+    return {**sums, "matrices": torch.tensor(1)}
 
 
 def describe(sums, whole):
@@ -642,10 +634,8 @@ def describe(sums, whole):
     found["jaccard"] = sums["both"] / (changed[:, None] + changed - sums["both"]).clamp(min=1)
     found["sign agreement"] = sums["agree"] / sums["both"].clamp(min=1)
     found["erased by election"] = sums["erased"] / sums["mass"].clamp(min=1e-300)
-    if "matrices" in sums:
-        found |= {
-            key: sums[key] / sums["matrices"] for key in ("overlap", "overlap by chance", "angles", "effective_rank")
-        }
+    means = ("overlap", "overlap by chance", "angles", "effective rank") if "matrices" in sums else ()
+    found |= {key: sums[key] / sums["matrices"] for key in means}
     return {key: value.tolist() for key, value in found.items()}
 
 
@@ -689,9 +679,7 @@ def draw(report, path):
         axes[1, 1].plot([layer["relative displacement"][i] for layer in layers], ".-", label=names[i])
         shares = ("below 1e-06", "below 1e-05", "equal in bfloat16", "erased by election")
         axes[1, 2].plot([report["all"][key][i] for key in shares], shares, "o", label=names[i])
-    for axis, title in zip(
-        axes[1], ("cosine by layer", "relative displacement by layer", "shares of entries, of mass")
-    ):
+    for axis, title in zip(axes[1], ("cosine by layer", "relative displacement by layer", "shares")):
         axis.set_title(title)
         axis.legend()
     figure.savefig(path)
@@ -760,9 +748,7 @@ def concat_adapters(args, scale, experts, folders, out):
     configs, adapter = [read_json(Path(folder) / "adapter_config.json") for folder in folders], {}
     whole = [t.path for tensors in experts for t in tensors.values() if isinstance(t, Stored) and t.dtype in FLOATS]
     if whole or len({bool(config.get("fan_in_fan_out")) for config in configs}) > 1:
-        raise MergeError(
-            f"lora_concat takes adapters of LoRA layers only, unlike {[*whole, *folders][0]}: use task_arithmetic"
-        )
+        raise MergeError(f"lora_concat takes adapters of LoRA layers only, unlike {[*whole, *folders][0]}")
     ranks = [max((t.a.shape[0] for t in tensors.values() if t.a), default=0) for tensors in experts]
     starts = np.cumsum([0, *ranks])
     for name in experts[0]:
@@ -822,9 +808,7 @@ def merge_files(args, base, experts, folders):
                                 # theta = theta_base + scale * merged
                                 values = theta.add(merged, alpha=scale).to(dtype)
                                 if not all(map(math.isfinite, values.aminmax())):
-                                    remedy = (
-                                        f"{name}: {args.dtype} cannot hold the merge at scale {scale}: lower --scale"
-                                    )
+                                    remedy = f"{name}: {args.dtype} cannot hold the merge at scale {scale}: lower it"
                                     raise refusal([base[name], *others], remedy)
                                 file.write(values.view(torch.uint8).numpy())
                     progress.update(base[name].size * (1 + len(experts)))
@@ -840,6 +824,7 @@ def merge_files(args, base, experts, folders):
 def main():
     start = time.perf_counter()
     args = parse_args(Args, __doc__)
+    np.seterr(invalid="ignore")  # infinite values times 0: what comes of them is refused when it is written
     base_folder, outs = model_folder(args.base), [Path(args.out.replace("{scale}", str(scale))) for scale in args.scale]
     folders = [e if os.path.exists(os.path.join(e, "adapter_config.json")) else model_folder(e) for e in args.experts]
     for out in outs:
@@ -850,9 +835,7 @@ def main():
     notes = []
     for expert, tensors in zip(args.experts, experts):
         if any(base[name].dtype == "F32" and t.dtype in ("F16", "BF16") for name, t in tensors.items()):
-            notes.append(
-                f"{expert} is stored in 16 bits and the base in 32, so that rounding is a part of its task vector"
-            )
+            notes.append(f"{expert} is stored in 16 bits, the base in 32: rounding is a part of its task vector")
     try:
         for partial in partials:
             shutil.rmtree(partial, ignore_errors=True)  # of a merge that was killed
@@ -870,9 +853,7 @@ def main():
                 concat_adapters(args, scale, experts, folders, partial)
         elif args.method:
             for place in merge_files(args, base, experts, partials):  # no error, but a comparison should say so
-                notes.append(
-                    f"{args.experts[place]} equals the base, so it adds nothing (and dilutes the others in a mean)"
-                )
+                notes.append(f"{args.experts[place]} equals the base: it adds nothing (and dilutes a mean)")
         seconds = time.perf_counter() - start  # of the whole pass, however many scales shared it
         cost = dict.fromkeys(("tokens_sampled", "tokens_trained", "tokens_scored", "teacher_tokens"), 0)
         cost |= {"seconds": {"merge": seconds, "total": seconds}, "peak_memory_gb": peak_gb(torch.device("cpu"))}

@@ -100,8 +100,11 @@ class Args:
         check_bounds(self, least, ["temperature", "learning_rate", "max_grad_norm", "advantage_clip"])
         if self.alpha and (self.kl != "sampled" or self.num_generations < 2):
             stop("--alpha needs --kl sampled and a --num_generations of 2 or more: a group is the rewards' baseline")
-        if not all("=" in teacher for teacher in self.teachers):
-            stop("--teachers takes DOMAIN=folder pairs: math=runs/math code=runs/code")
+        pairs = [teacher.partition("=") for teacher in self.teachers]
+        if not all(domain and folder for domain, _, folder in pairs) or len({domain for domain, *_ in pairs}) < len(
+            pairs
+        ):
+            stop("--teachers takes DOMAIN=folder pairs, one a domain: math=runs/math code=runs/code")
         settle_device(self)
         self.out = self.out or f"runs/mopd-{time.strftime('%Y%m%d-%H%M%S')}"
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # The whole comparison on the tiny world: base -> experts -> merge, mix, MOPD -> one table.
 #
-#   bash speedrun.sh                     results under runs/speedrun, about 10 minutes on 2 cores
+#   bash speedrun.sh                     results under runs/speedrun, about 8 minutes on 2 cores
 #   SEED=1 OUT=runs/seed1 bash speedrun.sh
 #   STEPS=6 bash speedrun.sh             a tenth of the training: does everything run?
+#   METHODS="ties sce" MIXES="uniform dads" KLS="full sampled" bash speedrun.sh    other variants of each paradigm
+#   bash tiny/study.sh                   all variants, three seeds: tiny/STUDY.md
 #
 # Run it again after an interruption and it goes on where it was: a finished stage is not repeated.
 set -euo pipefail
@@ -14,8 +16,10 @@ STEPS=${STEPS:-60}       # steps of an expert (16 prompts each) and of MOPD (64)
 OUT=${OUT:-runs/speedrun}
 JOBS=${JOBS:-2}          # runs side by side; each uses one core (on one GPU they share it)
 DOMAINS="math code science instruction"
-METHODS="task_arithmetic ties"
+METHODS=${METHODS:-task_arithmetic ties}
 SCALES="0.4 0.6 0.8 1.0" # merge scales tried on the validation split
+MIXES=${MIXES:-natural}  # proportions of Mix RL; skewed: math=4 and 1 for the others
+KLS=${KLS:-full}         # forms of MOPD
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TOKENIZERS_PARALLELISM=false
 mkdir -p "$OUT"
 [ "$(cat "$OUT/settings" 2>/dev/null || echo "SEED=$SEED STEPS=$STEPS")" = "SEED=$SEED STEPS=$STEPS" ] || {
@@ -82,17 +86,33 @@ for domain in $DOMAINS; do
     train+=("tiny:$domain")
     validation+=("tiny:$domain:validation")
 done
-stage mix python mix_rl.py --tasks "${train[@]}" --steps "$((STEPS * 4 / 3))" --seed "$SEED" --out "$OUT/mix" --resume
+mixes=()
+for mix in $MIXES; do
+    name=mix-$mix proportions=$mix
+    [ "$mix" = natural ] && name=mix
+    [ "$mix" = skewed ] && proportions="math=4 code=1 science=1 instruction=1"
+    mixes+=("$name")
+    # shellcheck disable=SC2086
+    stage "$name" python mix_rl.py --tasks "${train[@]}" --proportions $proportions --steps "$((STEPS * 4 / 3))" \
+        --seed "$SEED" --out "$OUT/$name" --resume
+done
 for domain in $DOMAINS; do
     stage "$domain" python grpo_expert.py --tasks "tiny:$domain" --steps "$STEPS" --seed "$SEED" --out "$OUT/$domain" --resume
 done
 stage score-base scored base=tiny/base
-finish mix $DOMAINS score-base
+finish "${mixes[@]}" $DOMAINS score-base
 
 # 2. Merges, and MOPD with the experts as teachers.
-stage mopd python mopd.py --teachers "${teachers[@]}" --tasks "${train[@]}" --steps "$STEPS" --seed "$SEED" --out "$OUT/mopd" --resume
+mopds=()
+for kl in $KLS; do
+    name=mopd-$kl
+    [ "$kl" = full ] && name=mopd
+    mopds+=("$name")
+    stage "$name" python mopd.py --teachers "${teachers[@]}" --tasks "${train[@]}" --kl "$kl" --steps "$STEPS" --seed "$SEED" \
+        --out "$OUT/$name" --resume
+done
 for method in $METHODS; do stage "merge-$method" merged "$method"; done
-finish mopd $(printf "merge-%s " $METHODS)
+finish "${mopds[@]}" $(printf "merge-%s " $METHODS)
 
 # 3. Everything on the test split.
 models=(base=tiny/base "${teachers[@]}") chosen_by=()
@@ -100,7 +120,7 @@ for method in $METHODS; do
     models+=("merge-$method=$(best "$OUT/choose-$method")")
     chosen_by+=("merge-$method=$OUT/choose-$method") # choosing costs tokens, too
 done
-models+=("mix=$OUT/mix" "mopd=$OUT/mopd")
+for name in "${mixes[@]}" "${mopds[@]}"; do models+=("$name=$OUT/$name"); done
 for model in "${models[@]}"; do stage "score-${model%%=*}" scored "$model"; done
 wait
 stage eval scored "${models[@]}" --chosen_by "${chosen_by[@]}"

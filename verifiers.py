@@ -2137,6 +2137,7 @@ class Worker:
         import subprocess
 
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        streams["start_new_session"] = True  # Ctrl-C is the caller's, who may finish what it does
         environment = {"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8"}
         user = str(os.geteuid())
         for name, prefix in [*self.isolations.items()]:
@@ -2560,7 +2561,7 @@ def read_rows(path):
     def parsed(number, text):  # of bytes: a line that is not UTF-8 is refused with its number, too
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TaskError(f"{path}:{number}: not JSON ({error}); one object a line is wanted") from None
 
     if kind == "jsonl":
@@ -2661,10 +2662,14 @@ def read_task(place, row, reader):
 
 def check_gold(row):
     """Raises TaskError for a row that could never be scored rightly."""
-    prompt, verifier, answer = row["prompt"], row["verifier"], row["answer"]
-    chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    prompt, domain, verifier, answer = (row[key] for key in ("prompt", "domain", "verifier", "answer"))
+    chat = isinstance(prompt, list) and all(
+        isinstance(m, dict) and "role" in m and isinstance(m.get("content"), str) for m in prompt
+    )
     if not (isinstance(prompt, str) and prompt.strip() or chat and prompt):
-        raise TaskError("the prompt must be a text or a list of messages with role and content")
+        raise TaskError("the prompt must be a text or a list of messages with role and content, which is text")
+    if not (isinstance(domain, str) and domain):
+        raise TaskError(f"the domain must be a word, got {json.dumps(domain)[:40]}")
     if not isinstance(answer, str):
         raise TaskError(f"the answer must be a string (JSON where structured), got {type(answer).__name__}")
     if verifier not in VERIFIERS:

@@ -430,6 +430,16 @@ def test_full_kl_equals_the_definition(mopd):
         close(torch.autograd.grad((kl * outside).sum(), student)[0], expected, atol=1e-5)
 
 
+def test_scale_by_domain():
+    mix = importlib.import_module("mix_rl")
+    rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0], [4.0, 0.0]])
+    advantages = rewards - rewards.mean(-1, keepdim=True)
+    scaled = mix.scale_by_domain(advantages, rewards, ["math", "math", "code"])
+    # math: 1 0 1 1, std = sqrt(3/4 / 3) = 1/2; code: 4 0, std = sqrt(8)
+    expected = torch.tensor([[1.0, -1.0], [0.0, 0.0], [2 / 8**0.5, -2 / 8**0.5]])
+    torch.testing.assert_close(scaled, expected, rtol=1e-3, atol=1e-4)
+
+
 def toy_distributions(V=7, tokens=5):
     generator = torch.Generator().manual_seed(3)
     student = torch.randn(tokens, V, generator=generator).requires_grad_()

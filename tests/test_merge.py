@@ -1,5 +1,6 @@
 """Merging: identities, hand-worked numbers, plain references, files that load, and every refusal."""
 
+import functools
 import importlib.util
 import json
 import math
@@ -210,7 +211,10 @@ def test_ties_equals_the_plain_loop(task_vectors, density):
 
 
 @pytest.mark.parametrize("kind", ["normal", "sparse", "bfloat16", "equal", "zero", "denormal", "wide", "ordered"])
-def test_kth_largest_equals_a_sort(kind, monkeypatch):
+def test_kth_largest_equals_a_sort(kind):
+    def stream(blocks):
+        return lambda every: (merge.thinned(block, every) for block in blocks)
+
     values = torch.randn(200_001, generator=torch.Generator().manual_seed(1)).abs() * 1e-3
     values = {
         "normal": values,
@@ -224,10 +228,9 @@ def test_kth_largest_equals_a_sort(kind, monkeypatch):
     }[kind]
     ordered = values.sort(descending=True).values
     for k in (1, 2, 777, 40_000, 100_000, 200_001):
-        stream = lambda every: (merge.sample(block, every) for block in values.split(60_000))
-        assert merge.kth_largest(stream, k) == float(ordered[k - 1])
+        assert merge.kth_largest(stream(values.split(60_000)), k) == float(ordered[k - 1])
     # In large tensors, the many entries between the sample's bounds are held as counts.
-    large = lambda every: (merge.sample(block.repeat(300), every) for block in values[:60_000].split(30_000))
+    large = stream([half.repeat(300) for half in values[:60_000].split(30_000)])
     assert merge.kth_largest(large, 9_000_000) == float(values[:60_000].sort(descending=True).values[29_999])
 
 
@@ -553,7 +556,7 @@ def test_memory_does_not_grow_with_depth(tmp_path, run, monkeypatch, trim):
 
     monkeypatch.setattr(merge, "elect", watched)
     run(tmp_path / "a", tmp_path / "b", base=tmp_path / "base", method="ties", trim=trim)
-    assert len(resident) == 32 * 8 and resident[-1] - resident[4 * 8] < 20, resident[::8]
+    assert len(resident) % 32 == 0 and resident[-1] - resident[len(resident) // 8] < 20, resident
 
 
 # -------------------------------------------------------------------------------------------------------- LoRA
@@ -709,7 +712,7 @@ def test_geometry_of_task_vectors_by_hand(tmp_path, run):
     out, printed = run(tmp_path / "a", tmp_path / "b", base=tmp_path / "base", geometry=True, rank=1)
     assert "Compared 2 experts" in printed and not (out / "model.safetensors").exists()
     found = json.loads((out / "geometry.json").read_text())
-    near = lambda value, digits=1e-5: pytest.approx(value, rel=digits, abs=digits)
+    near = functools.partial(pytest.approx, rel=1e-5, abs=1e-5)
     whole, layer = found["all"], found["layer 0"]
     assert found["module up_proj"] == layer and "layer 1" not in found
     assert whole["parameters"] == 32 and layer["parameters"] == 16
@@ -723,10 +726,10 @@ def test_geometry_of_task_vectors_by_hand(tmp_path, run):
     # Elected signs: + 0 in the embedding (4 - 4 is a draw, which erases nothing by sign), + + + in the layer.
     assert whole["erased by election"] == near([0, 0])
     assert layer["overlap"][0][1] == near(0.5) and layer["overlap by chance"] == near(1 / 4)
-    assert layer["angles"][0][1] == near([45.0]) and layer["angles"][0][0] == near([0.0], 1e-3)
+    assert layer["angles"][0][1] == near([45.0]) and layer["angles"][0][0] == near([0.0], abs=1e-3)
     sigma = (2**0.5, 1e-3)
     shares = [s / sum(sigma) for s in sigma]
-    assert layer["effective_rank"] == near([1.0, math.exp(-sum(s * math.log(s) for s in shares))], 1e-4)
+    assert layer["effective rank"] == near([1.0, math.exp(-sum(s * math.log(s) for s in shares))], rel=1e-4)
     assert whole["overlap"][0][1] == near(0.75)  # mean of both matrices
 
 
@@ -736,7 +739,7 @@ def test_geometry_beside_a_merge(world, run, copy):
     plain, _ = run("a", "b", lora, method="ties", out=out.with_name("plain"))
     assert_equal(weights(out), weights(plain))
     found = json.loads((out / "geometry.json").read_text())
-    ranks = found["module q_proj"]["effective_rank"]
+    ranks = found["module q_proj"]["effective rank"]
     assert ranks[2] <= 4.0001 < 15 < ranks[0]  # the adapter has rank 4, the others are noise
     assert {"layer 0", "layer 1", "module embed_tokens"} <= found.keys()
     if importlib.util.find_spec("matplotlib"):
@@ -809,14 +812,19 @@ def test_sce_where_mergekit_gives_up_its_shares(world, run, copy, peer):
     for name, size in (("a", 0.02), ("b", 0.002), ("c", 0.002)):
         folders.append(edit(copy(name), lambda key, w, size=size: base[key] + size * (w - base[key])))
     out, _ = run(*folders, method="sce")
-    theirs, alike = peer("sce", experts=folders), weights(run(*folders, out=out.with_name("ties"), method="ties", density=1)[0])
+    theirs, alike = (
+        peer("sce", experts=folders),
+        weights(run(*folders, out=out.with_name("ties"), method="ties", density=1)[0]),
+    )
     for name, tensor in weights(out).items():
         torch.testing.assert_close(theirs[name], alike[name], rtol=0, atol=1e-6)  # equal shares: TIES without trimming
         taus = torch.stack([(weights(folder)[name] - base[name]).flatten() for folder in folders])
         shares = taus.square().sum(1) / taus.square().sum()
         expected = torch.tensor([plain_sce(column, shares.tolist()) for column in taus.T.tolist()])
         torch.testing.assert_close(tensor, base[name] + expected.view(tensor.shape), rtol=0, atol=1e-7)
-    assert max(float((theirs[name] - base[name]).sub(weights(out)[name] - base[name]).abs().max()) for name in base) > 1e-4
+    assert (
+        max(float((theirs[name] - base[name]).sub(weights(out)[name] - base[name]).abs().max()) for name in base) > 1e-4
+    )
 
 
 def plain_sce(entries, shares):
@@ -838,7 +846,9 @@ def test_dare_and_della_are_those_of_mergekit_on_average():
         if method == "dare_linear":
             assert (left.mean(0) - tau.flatten()).abs().max() < 0.15
             assert (right.mean(0) - tau.flatten()).abs().max() < 0.15
-        assert (right.unique().numel() > 1000) and left.unique().numel() <= 65  # one factor an entry; theirs varies by draw
+        assert (
+            right.unique().numel() > 1000
+        ) and left.unique().numel() <= 65  # one factor an entry; theirs varies by draw
 
 
 # ----------------------------------------------------------------------------------------------------- refusals

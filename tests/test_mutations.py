@@ -30,14 +30,32 @@ MUTATIONS = {
     ),
     "hidden states off by one": (
         "grpo_expert.py",
-        "return hidden[row, starts[row] - 1 + t], mask",
-        "return hidden[row, starts[row] + t], mask",
+        "where += [(place, len(prompt) - 1)] + [(place, len(ids) + t) for t in range(len(completion) - 1)]",
+        "where += [(place, len(prompt))] + [(place, len(ids) + t + 1) for t in range(len(completion) - 1)]",
         "test_maths.py::test_completion_logprobs_equal_the_left_padded_forward[gpt2]",
+    ),
+    "completions of a group see each other": (
+        "grpo_expert.py",
+        "seen = (block[:, None, :] == 0) | (block[:, None, :] == block[:, :, None])",
+        "seen = block[:, None, :] >= 0",
+        "test_maths.py::test_gradient_does_not_depend_on_packing[llama]",
+    ),
+    "positions do not start again behind the prompt": (
+        "grpo_expert.py",
+        "position += range(len(prompt), len(prompt) + len(completion))",
+        "position += range(len(ids), len(ids) + len(completion))",
+        "test_maths.py::test_gradient_does_not_depend_on_packing[qwen2]",
+    ),
+    "a pack crosses into the next group": (
+        "grpo_expert.py",
+        "packs[-1][0] // num_generations == row // num_generations",
+        "packs[-1][0] >= 0",
+        "test_maths.py::test_pack_groups",
     ),
     "the temperature is forgotten": (
         "grpo_expert.py",
-        "logits = lm_head(hidden).float() / temperature  # (chunk, V)",
-        "logits = lm_head(hidden).float()",
+        "logits = logits if temperature == 1 else logits / temperature\n        return",
+        "return",
         "test_maths.py::test_token_logprobs[0.7-4]",
     ),
     "the advantage's sign flips": (
@@ -158,8 +176,8 @@ MUTATIONS = {
     # ---- proportions
     "natural proportions are uniform": (
         "mix_rl.py",
-        'weights = {domain: size if proportions == ["natural"] else 1 for',
-        "weights = {domain: 1 for",
+        '"natural": 1, "uniform": 0',
+        '"natural": 0, "uniform": 0',
         "test_maths.py::test_domain_weights",
     ),
     "small domains are rounded away": (
@@ -167,6 +185,24 @@ MUTATIONS = {
         "(np.arange(count) + uniform) / count",
         "(np.arange(count) + 0.5) / count",
         "test_maths.py::test_draw_domains",
+    ),
+    "dads draws more of what succeeds": (
+        "mix_rl.py",
+        "math.exp((1 - reward) / tau) + eps",
+        "math.exp(reward / tau) + eps",
+        "test_maths.py::test_doctests[mix_rl]",
+    ),
+    "a domain that was not drawn is forgotten": (
+        "mix_rl.py",
+        "if d in mean_rewards else old for d",
+        "if d in mean_rewards else alpha * old for d",
+        "test_maths.py::test_doctests[mix_rl]",
+    ),
+    "the domain's deviation is the batch's": (
+        "mix_rl.py",
+        "advantages[mine] / (rewards[mine].std() + 1e-4)",
+        "advantages[mine] / (rewards.std() + 1e-4)",
+        "test_maths.py::test_scale_by_domain",
     ),
     # ---- MOPD
     "every row goes to one teacher": (
@@ -251,38 +287,38 @@ MUTATIONS = {
     # ---- the sampler
     "the left padding is attended to": (
         "eval.py",
-        "mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch], device=device)",
-        "mask = torch.ones_like(ids)",
+        "mask = torch.tensor([[0] * (longest - len(p)) + [1] * (len(p) + T) for p in batch], device=device)",
+        "mask = torch.ones((len(batch), longest + T), dtype=torch.long)",
         "test_sampler.py::test_greedy_equals_generate[llama]",
     ),
     "positions count the padding": (
         "eval.py",
-        "position = (mask.cumsum(-1) - 1).clamp(min=0)",
+        "position = (mask[:, :longest].cumsum(-1) - 1).clamp(min=0)",
         "position = torch.arange(longest, device=device).expand(len(batch), -1)",
         "test_sampler.py::test_greedy_equals_generate[gpt2]",
     ),
     "finished rows take the wrong cache along": (
         "eval.py",
-        "cache.batch_select_indices(going)",
-        "cache.batch_select_indices(going.flip(0))",
+        "cache.batch_select_indices(order)",
+        "cache.batch_select_indices(order.flip(0))",
         "test_sampler.py::test_logprobs_equal_a_full_forward[llama-1.0]",
     ),
     "draws ignore the temperature": (
         "eval.py",
-        "logits = logits / temperature\n    if top_k:",
+        "logits = logits if temperature == 1 else logits / temperature\n    if top_k:",
         "if top_k:",
         "test_sampler.py::test_draw_inverts_the_cdf[0.5]",
     ),
     "a uniform of 0 draws what is impossible": (
         "eval.py",
-        "* total), right=True)",
-        "* total), right=False)",
+        "torch.searchsorted(cdf, target[:, None], right=True)",
+        "torch.searchsorted(cdf, target[:, None], right=False)",
         "test_sampler.py::test_a_token_of_probability_zero_is_never_drawn[0.0]",
     ),
     "a uniform near 1 draws the last token": (
         "eval.py",
-        "tokens = torch.minimum(tokens, torch.searchsorted(cdf, total)).squeeze(-1)",
-        "tokens = tokens.clamp(max=cdf.shape[1] - 1).squeeze(-1)",
+        "place = torch.minimum(place, torch.searchsorted(cdf, cdf[:, -1:].clone()))",
+        "place = place.clamp(max=cdf.shape[1] - 1)",
         "test_sampler.py::test_the_last_uniform_of_a_large_vocabulary_stays_inside",
     ),
     "top-p drops the token that reaches it": (
@@ -297,6 +333,24 @@ MUTATIONS = {
         "draw(logits.float(), uniforms[rows - start, t],",
         "test_sampler.py::test_a_sample_does_not_depend_on_slots[7]",
     ),
+    "a cache that has grown is empty": (
+        "eval.py",
+        "buffer[:, :, :start] = part",
+        "buffer[:, :, :start] = 0",
+        "test_sampler.py::test_the_cache_grows_beyond_its_first_room[llama]",
+    ),
+    "rows that have ended are written on": (
+        "eval.py",
+        "token.where(going, pad_id), logprob * going",
+        "token, logprob",
+        "test_sampler.py::test_asking_rarely_who_has_ended_changes_nothing[llama]",
+    ),
+    "a block's mass is the next one's": (
+        "eval.py",
+        "return block * 256 + token, logprobs.float()",
+        "return block * 255 + token, logprobs.float()",
+        "test_sampler.py::test_draws_beyond_the_first_block",
+    ),
     "processes share their uniforms": (
         "eval.py",
         "key=[seed, first_row + row]",
@@ -305,14 +359,14 @@ MUTATIONS = {
     ),
     "the end token is not counted": (
         "eval.py",
-        "= token, logprob, t + 1, ended",
-        "= token, logprob, t + 1 - ended.long(), ended",
+        "lengths[rows] += going",
+        "lengths[rows] += going & ~ended",
         "test_sampler.py::test_an_end_token_only_cuts",
     ),
     "one cap for all rows": (
         "eval.py",
-        "going = (~ended & (t + 1 < caps[rows]))",
-        "going = (~ended & (t + 1 < T))",
+        "going &= ~ended & (t + 1 < caps[rows])",
+        "going &= ~ended & (t + 1 < T)",
         "test_sampler.py::test_one_cap_a_row[sample]",
     ),
     # ---- the report

@@ -189,6 +189,18 @@ def test_a_token_of_probability_zero_is_never_drawn(sampler, uniform):
     assert torch.isfinite(logprobs).all()
 
 
+def test_draws_beyond_the_first_block(sampler):
+    """The CDF has two levels: tokens of every block of 256 come up as often as their probability says."""
+    logits = torch.full((1, 1000), -math.inf)
+    logits[0, [3, 255, 256, 600, 999]] = torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25]).log()
+    tokens, logprobs = sampler.draw(logits.expand(4000, -1), grid(4000))
+    counts = torch.bincount(tokens, minlength=1000)
+    assert [int(counts[token]) for token in (3, 255, 256, 600, 999)] == pytest.approx(
+        [400, 800, 1200, 600, 1000], abs=2
+    )
+    torch.testing.assert_close(logprobs, logits[0, tokens], rtol=1e-5, atol=1e-5)
+
+
 def test_the_last_uniform_of_a_large_vocabulary_stays_inside(sampler):
     logits = torch.randn(8, 50_000, generator=torch.Generator().manual_seed(0))
     logits[:, -5:] = -math.inf
