@@ -274,8 +274,8 @@ MUTATIONS = {
     ),
     "DELLA keeps the small ones": (
         "merge.py",
-        "keep = (density - epsilon + 2 * epsilon * rank).view(taus.shape)",
-        "keep = (density + epsilon - 2 * epsilon * rank).view(taus.shape)",
+        "density - epsilon + 2 * epsilon * rank.nan_to_num(0.5)",
+        "density + epsilon - 2 * epsilon * rank.nan_to_num(0.5)",
         "test_maths.py::test_doctests[merge]",
     ),
     "the k-th largest is one place off": (
