@@ -664,7 +664,8 @@ def draw(report, path):
     from matplotlib.figure import Figure
 
     names = [os.path.basename(os.path.normpath(name)) for name in report["experts"]]
-    layers = [part for key, part in report.items() if key.startswith("layer ")]
+    numbers = sorted(int(key.split()[1]) for key in report if key.startswith("layer "))
+    layers = [report[f"layer {number}"] for number in numbers]
     figure, places = Figure(figsize=(15, 9), layout="constrained"), range(len(names))
     axes = figure.subplots(2, 3)
     for axis, key in zip(axes[0], ("cosine", "jaccard", "overlap" if "overlap" in report["all"] else "sign agreement")):
@@ -672,11 +673,11 @@ def draw(report, path):
         axis.set(title=key, xticks=places, yticks=places, xticklabels=names, yticklabels=names)
         for i, row in enumerate(report["all"][key]):
             for j, value in enumerate(row):
-                axis.text(j, i, f"{value:.3f}", ha="center", va="center")
+                axis.text(j, i, f"{value:.3f}", ha="center", color="white" if abs(value) > 0.6 else "black")
     for i in places:
         for j in range(i):
-            axes[1, 0].plot([layer["cosine"][i][j] for layer in layers], ".-", label=f"{names[j]}, {names[i]}")
-        axes[1, 1].plot([layer["relative displacement"][i] for layer in layers], ".-", label=names[i])
+            axes[1, 0].plot(numbers, [layer["cosine"][i][j] for layer in layers], ".-", label=f"{names[j]}, {names[i]}")
+        axes[1, 1].plot(numbers, [layer["relative displacement"][i] for layer in layers], ".-", label=names[i])
         shares = ("below 1e-06", "below 1e-05", "equal in bfloat16", "erased by election")
         axes[1, 2].plot([report["all"][key][i] for key in shares], shares, "o", label=names[i])
     for axis, title in zip(axes[1], ("cosine by layer", "relative displacement by layer", "shares")):

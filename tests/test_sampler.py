@@ -68,13 +68,15 @@ def test_greedy_equals_generate(sampler, make_model, kind):
 
 
 def test_greedy_equals_generate_on_smollm2(sampler, smollm2_folder):
+    """64 prompts of 1 to 64 words side by side, against each of them alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
-    prompts = tokenizer(["The capital of France is", "Water"]).input_ids
-    expected = [generate(model, prompt, 6, [2]) for prompt in prompts]
-    how = settings(num_generations=1, max_completion_length=6, eos_ids=[2], temperature=0)
+    words = (importlib.import_module("eval").__doc__ * 2).split()
+    prompts = tokenizer([" ".join(words[start : start + start % 64 + 1]) for start in range(64)]).input_ids
+    expected = [generate(model, prompt, 4, [2]) for prompt in prompts]
+    how = settings(num_generations=1, max_completion_length=4, eos_ids=[2], temperature=0)
     assert rows_of(sampler.sample(model, prompts, **how)) == expected
 
 

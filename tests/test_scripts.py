@@ -310,7 +310,7 @@ def test_a_gradient_that_is_not_finite_is_stopped(refused, toy, monkeypatch, scr
     original = getattr(module, loss)
     monkeypatch.setattr(module, loss, lambda *args, **how: original(*args, **how) * math.inf)
     monkeypatch.setattr(module, "verify_batch", lambda rows: [toy_score(text) for _, text, _ in rows])
-    assert "--learning_rate" in refused(script, *toy_flags(toy, script, steps=2))
+    assert "--learning_rate" in refused(script, *toy_flags(toy, script, steps=2, max_bad_steps=1))
 
 
 # ------------------------------------------------------------------------ one step against a plain reference: MOPD
@@ -429,7 +429,7 @@ def test_resume_gives_the_same_run(run, watch, toy, tmp_path, script, monkeypatc
     assert all(torch.equal(first[name], second[name]) for name in first)
     for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):
         rows, again = json_lines(whole / name), json_lines(parts / name)
-        assert [row["step"] for row in again] == [1, 2, 3, 4][: len(rows)] and len(rows) >= 3
+        assert [row["step"] for row in again] == [0, 1, 2, 3, 4][name != "evals.jsonl" :]
         for left, right in zip(rows, again):
             for key in left:
                 if not key.startswith(("time/", "memory/")):
