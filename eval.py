@@ -416,8 +416,9 @@ def sample(
         logits, mask, position = logits[owner], mask[owner], position[owner, -1:]
         if custom_mask_fits(
             model
-        ):  # a mask that is ready for use saves its making at each token: a tenth of a tiny step
-            mask = mask.bool()[:, None, None]
+        ):  # a mask that is ready to be added to the scores: making it costs a tenth of a tiny step
+            zero = torch.zeros(mask.shape, dtype=model.dtype, device=device)
+            mask = zero.masked_fill(mask == 0, -math.inf)[:, None, None]
         going = torch.ones(len(rows), dtype=torch.bool, device=device)
         for t in range(T):
             token, logprob = draw(logits.float(), uniforms[rows, t], temperature, top_p, top_k)

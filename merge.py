@@ -282,7 +282,7 @@ def kth_largest(stream, k):
         if high - low > 32:
             continue
         start, stop, above, held = low << 16, high + 1 << 16, 0, []
-        few = counted[low] - counted[high + 1] < 1 << 24  # too many to hold are counted by value
+        few = counted[low] - counted[high + 1] < 1 << 22  # too many to hold are counted by value
         for block in stream(1):
             bits = block.numpy().view(np.int32)
             larger = bits >= stop
@@ -327,9 +327,11 @@ def sce_shares(tensors, how):
     """
     blocks, low = tensors[0].blocks, 0.0
     if how.select_topk < 1:
-        values = torch.cat([variances(taus) for _, taus in blocks()])
-        k = max(1, int(how.select_topk * torch.count_nonzero(values)))
-        low = kth_largest(lambda every: (thinned(block, every) for block in values.split(BLOCK)), k)
+
+        def stream(every):
+            return (thinned(variances(taus), every) for _, taus in blocks())
+
+        low = kth_largest(stream, max(1, int(how.select_topk * sum(map(torch.count_nonzero, stream(1))))))
     squares = sum(torch.linalg.vector_norm(select(taus, low), dim=1).double().square() for _, taus in blocks())
     return {"low": low, "shares": (squares / squares.sum().clamp(min=1e-300)).float()}
 
@@ -445,7 +447,7 @@ class TaskVectors:
         """|tau| of one expert, or a sample of it, in blocks (n,)."""
         vectors = self if self.small else TaskVectors(self.base, self.experts[expert : expert + 1])
         blocks = (thinned(taus[expert if self.small else 0], every).abs() for _, taus in vectors.blocks())
-        return blocks if every == 1 else [torch.cat(list(blocks))]
+        return [torch.cat(list(blocks))] if self.small and every > 1 else blocks  # few blocks are counted faster
 
 
 def read_json(path):
@@ -659,7 +661,7 @@ def geometry(args, base, experts):
     return {"experts": args.experts, "threshold": args.threshold, "rank": args.rank, **found}
 
 
-def draw(report, path):
+def picture(report, path):
     """geometry.png: three tables of pairs, and three pictures by layer or by expert."""
     from matplotlib.figure import Figure
 
@@ -846,7 +848,7 @@ def main():
             for partial in partials:
                 write_json(partial / "geometry.json", report)
                 try:
-                    draw(report, partial / "geometry.png")
+                    picture(report, partial / "geometry.png")
                 except ImportError:
                     notes.append("no geometry.png, since matplotlib is not installed; geometry.json is complete")
         if args.method == "lora_concat":

@@ -65,10 +65,10 @@ def continuous(model, prompts, lengths, samples, pad_id):
     return [len(result.generated_tokens) for result in out.values()]
 
 
-def compare(name, sides, tokens, repeats):
+def compare(name, sides, tokens, repeats, warmup=True):
     """Run the sides in turn and print tokens per second, min / median / max, and the ratio of ours to each peer."""
     seconds = {side: [] for side in sides}
-    for repeat in range(repeats + 1):
+    for repeat in range(not warmup, repeats + 1):
         for side, run in sides.items():
             start = time.perf_counter()
             assert sum(run()) == tokens, f"{side} did other work"
@@ -133,7 +133,7 @@ def main():
         sides = {"ours": lambda w=work: ours(model, *w), "generate": lambda w=work, b=batch: generate(model, *w, b)}
         if samples == 1 and tiny:
             sides["continuous batching"] = lambda w=work: continuous(model, *w)
-        results.append(compare(name, sides, sum(lengths), args.repeats))
+        results.append(compare(name, sides, sum(lengths), args.repeats, warmup=tiny))
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
 
