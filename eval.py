@@ -972,7 +972,7 @@ def draw_pictures(models, out):
 
 def write_whole(path, write):
     """write(file), so that `path` is never seen half written, whatever dies: the old content stands until all is on disk."""
-    partial = Path(f"{path}.{os.getpid()}.tmp")  # evaluations side by side write the same files
+    partial = Path(f"{path}.tmp")
     try:
         with open(partial, "wb") as file:
             write(file)

@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers.hf_argparser import HfArg
 
-from eval import model_folder, parse_args, peak_gb, run_cost, stop, write_json
+from eval import model_folder, parse_args, peak_gb, run, run_cost, stop, write_json
 
 # Letters are dimensions only: E experts, n entries of one tensor or of a block of it.
 BLOCK = 1 << 17  # entries at a time: the blocks of all experts stay in the processor's cache
@@ -883,4 +883,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -5,7 +5,7 @@
 
 Three experts are made of the model by noise, each tensor's a hundredth of its own spread. A round runs the copy, then each
 method with merge.py and with mergekit, each in a process of its own with one thread; --runs rounds alternate. Seconds are
-those of the merge itself, without imports: wall, and in brackets processor seconds. The copy reads the base and the experts
+those of the merge itself, without imports: wall, and in brackets processor seconds; all files are in the page cache. The copy reads the base and the experts
 in pieces of 256 KB, writes the base's bytes, and syncs them to disk as merge.py does (mergekit does not). Memory is the
 peak of RssAnon (what the process allocated; pages of mapped files are not in it), sampled every 5 ms.
 """
@@ -65,8 +65,12 @@ METHODS = {
 }
 
 
-def run(script, python=sys.executable):
-    """Run a script -> wall seconds, processor seconds, peak of RssAnon in MB."""
+def run(script, paths, python=sys.executable):
+    """Run a script on files that were read just before -> wall seconds, processor seconds, peak of RssAnon in MB."""
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.read(1 << 24):
+                pass
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         [python, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -174,7 +178,7 @@ def main():
                 config |= {"out_dtype": "bfloat16"} if args.large else {}
                 scripts[method, "mergekit"] = PEER.format(config=config, out=out), args.peer
         for key, (script, python) in scripts.items():
-            measured.setdefault(" ".join(key).strip(), []).append(run(script, python or sys.executable))
+            measured.setdefault(" ".join(key).strip(), []).append(run(script, paths, python or sys.executable))
             shutil.rmtree(out) if os.path.isdir(out) else os.remove(out)
     copy = statistics.median(wall for wall, _, _ in measured["copy"])
     for key, rows in measured.items():
