@@ -70,10 +70,8 @@ class Args:
     # fmt: on
 
     def __post_init__(self):
-        if not self.experts:
-            self.experts = [f"runs/speedrun/{domain}" for domain in ("math", "code", "science", "instruction")]
-            if missing := [expert for expert in self.experts if not os.path.isdir(expert)]:
-                stop(f"{missing[0]} does not exist: `bash speedrun.sh` makes it, or name others: --experts DIR DIR ...")
+        made = [f"runs/speedrun/{domain}" for domain in ("math", "code", "science", "instruction") if not self.experts]
+        self.experts = self.experts or made
         paths = [os.path.realpath(name) for name in (self.base, *self.experts)]
         if twice := [name for place, name in enumerate(self.experts, 1) if paths[place] in paths[:place]]:
             stop(f"{twice[0]} is named twice: the base is no expert, and an expert counts more by --weights")
@@ -109,6 +107,8 @@ class Args:
         self.out = self.out or f"runs/merge-{time.strftime('%Y%m%d-%H%M%S')}" + "-{scale}" * (len(self.scale) > 1)
         if len({self.out.replace("{scale}", str(scale)) for scale in self.scale}) < len(self.scale):
             stop("each --scale makes a model: give different values, and write {scale} in --out: runs/merge-{scale}")
+        if missing := [expert for expert in made if not os.path.isdir(expert)]:
+            stop(f"{missing[0]} does not exist: `bash speedrun.sh` makes it, or name others: --experts DIR DIR ...")
 
 
 # ------------------------------------------------------------------------------------------------ maths: what is dropped
