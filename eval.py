@@ -17,6 +17,7 @@ seed), and corrections for the many pairs compared.
 """
 
 import argparse
+import atexit
 import dataclasses
 import difflib
 import fcntl
@@ -42,6 +43,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from tqdm import tqdm
@@ -50,7 +52,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.hf_argparser import HfArg
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from verifiers import TaskError, claims, final_answer, load_tasks, parse_choice_answer, strip_thinking, verify_batch
+from verifiers import (
+    VERIFIERS, TaskError, claims, final_answer, load_tasks, parse_choice_answer, strip_thinking, verify_batch,
+)  # fmt: skip
 
 # GPU hours from end to end in arXiv 2608.27409, in units of experts + Merge
 PAPER_COSTS = {"merge": "1.00", "mix": "0.58-0.67", "mopd": "1.14-1.19"}
@@ -109,6 +113,9 @@ class Args:
     slots: int = HfArg(default=512, help="completions sampled side by side; lower it when memory runs out")
     sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
     data_dir: str = HfArg(default="", help="folder with local copies of the presets: DATA_DIR/<preset>/<split>.jsonl|json|parquet")
+    system_prompt: str = HfArg(default="", help="system message put before every prompt that brings none")
+    prompt_suffix: list[str] = HfArg(default_factory=list, help="VERIFIER=text ...: a paragraph behind the prompts of a verifier, e.g. 'math=Put the answer in \\boxed{}.'; presets bring theirs")
+    enable_thinking: Literal["", "on", "off"] = HfArg(default="", help="for chat templates that know it (Qwen3); empty: the template's default")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of the weights while sampling; auto: bfloat16 where the GPU has it")
     # fmt: on
@@ -180,7 +187,7 @@ def parse_args(args_class, description):
 def model_folder(name):
     """The folder of a model given as a folder or as a hub id (downloaded once, and never a pickle)."""
     if os.path.isdir(name):
-        if not os.path.exists(os.path.join(name, "config.json")):
+        if not any(os.path.exists(os.path.join(name, file)) for file in ("config.json", "adapter_config.json")):
             stop(f"{name} holds no config.json: give the folder of a model in the Hugging Face format")
         return name
     from huggingface_hub import snapshot_download
@@ -189,6 +196,29 @@ def model_folder(name):
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
     except (OSError, ValueError) as error:
         stop(f"no model at {name}: give a folder, or a hub id that this machine can reach ({type(error).__name__})")
+
+
+def base_folder(folder):
+    """The folder of the whole model: of the one that a LoRA adapter belongs to, or `folder` itself."""
+    adapter = read_json(Path(folder) / "adapter_config.json")
+    if not adapter or os.path.exists(os.path.join(folder, "config.json")):
+        return folder
+    return model_folder(adapter.get("base_model_name_or_path") or stop(f"{folder}: the adapter names no base model"))
+
+
+def tokenizer_folder(folder):
+    """Where the tokenizer of a model lies; an adapter may leave it to its base."""
+    own = any(os.path.exists(os.path.join(folder, file)) for file in ("tokenizer.json", "tokenizer_config.json"))
+    return folder if own else base_folder(folder)
+
+
+def peft():
+    """The optional library of the adapters."""
+    try:
+        import peft
+    except ImportError:
+        stop("LoRA adapters need peft: pip install peft")
+    return peft
 
 
 @contextmanager
@@ -203,18 +233,22 @@ def loading(name):
 def load_model(name, device):
     """A causal language model in float32 with dropout off -> (model, tokenizer, ids that end a completion, pad id).
 
+    name: a folder or hub id; a folder with a LoRA adapter is loaded as its base model with the adapter merged into it.
     Padding is never told from content by its id, so the pad id may be one that ends.
     """
-    folder = model_folder(name)
+    adapter = model_folder(name)
+    folder = base_folder(adapter)
     disable_progress_bar()  # of loading; the runs show their own
     set_verbosity_error()  # what transformers would warn of is refused here
     data = {"trust_remote_code": False}  # a model is data: no pickle, and no code of its own
     with loading(name):
         if AutoConfig.from_pretrained(folder, **data).is_encoder_decoder:
             raise ValueError("it is an encoder-decoder")
-        tokenizer = AutoTokenizer.from_pretrained(folder, **data)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(adapter), **data)
         how = dict(use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **data)
         model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+        if adapter != folder:
+            model = peft().PeftModel.from_pretrained(model, adapter).merge_and_unload()
     if lost := [*info["missing_keys"], *info["mismatched_keys"]]:  # they would start at random
         stop(f"{name} lacks {len(lost)} tensors of its config.json, {lost[0]} for one: fetch or save it again")
     if broken := [key for key, weight in model.named_parameters() if not weight.isfinite().all()]:
@@ -233,6 +267,18 @@ def load_model(name, device):
     )
 
 
+def add_lora(model, args):
+    """Freeze the model, and put a trainable low-rank adapter beside all its linear layers but the lm_head -> its PeftModel.
+
+    What is frozen needs no float32: with bfloat16 it takes 2 bytes a parameter. The adapter itself is float32.
+    """
+    size = dict(r=args.lora_rank, lora_alpha=args.lora_alpha or 2 * args.lora_rank)
+    config = peft().LoraConfig(**size, target_modules="all-linear", task_type="CAUSAL_LM")
+    model.name_or_path = os.path.abspath(args.model) if os.path.isdir(args.model) else args.model
+    torch.manual_seed(args.seed)  # of its A; its B is 0, so that the run starts from the model as it is
+    return peft().get_peft_model(model.to(getattr(torch, args.dtype)), config).eval()
+
+
 def cache_fits(model):
     """Whether the fast sampler can hold the model's cache: keys and values of every layer, and no recurrent state."""
     layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
@@ -242,25 +288,38 @@ def cache_fits(model):
     return False
 
 
-def encode_prompt(tokenizer, prompt):
-    """Token ids of a task's prompt (text or messages), through the chat template where the tokenizer has one."""
+def encode_prompt(tokenizer, prompt, system="", suffix="", thinking=""):
+    """Token ids of a task's prompt (text or messages), through the chat template where the tokenizer has one.
+
+    system: a message before it, unless it brings one; suffix: a paragraph behind it; thinking: "on", "off" or "" (the
+    template's own default), for templates that know enable_thinking.
+    """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if suffix:
+        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n\n{suffix}"}]
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        how = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
+        how |= {"enable_thinking": thinking == "on"} if thinking else {}
+        return tokenizer.apply_chat_template(messages, **how)
     return tokenizer("\n\n".join(message["content"] for message in messages)).input_ids
 
 
-def load_prompts(specs, tokenizer, max_prompt_length, data_dir, limit=None, seed=0):
+def load_prompts(specs, tokenizer, max_prompt_length, args, limit=None, seed=0):
     """The tasks of `specs`, each with its prompt's token ids under "ids"; prompts that are too long are left out."""
-    tasks = []
+    tasks, suffixes = [], dict(pair.partition("=")[::2] for pair in args.prompt_suffix)
+    if wrong := [verifier for verifier in suffixes if verifier not in VERIFIERS]:
+        stop(f"--prompt_suffix {wrong[0]}: give VERIFIER=TEXT, with one of {', '.join(VERIFIERS)}")
     for spec in specs:
         try:
-            rows = load_tasks(spec, limit=limit, seed=seed, data_dir=data_dir or None)
+            rows = load_tasks(spec, limit=limit, seed=seed, data_dir=args.data_dir or None)
         except TaskError as error:
             stop(error)
         for row in rows:
             try:
-                row["ids"] = encode_prompt(tokenizer, row["prompt"])
+                style = (args.system_prompt, suffixes.get(row["verifier"]), args.enable_thinking)
+                row["ids"] = encode_prompt(tokenizer, row["prompt"], *style)
             except Exception as error:  # a chat template is a program that raises what it likes
                 stop(f"{spec}, task {row['id']}: the chat template refuses this prompt: {first_line(error)}")
         if copies := len(rows) - len({(str(row["prompt"]), row["answer"]) for row in rows}):
@@ -414,9 +473,7 @@ def sample(
         logits = model(ids, attention_mask=mask[:, :longest], position_ids=position, **forward).logits[:, -1]
         cache.batch_select_indices(owner)  # prefilled once a prompt, now one copy a sample
         logits, mask, position = logits[owner], mask[owner], position[owner, -1:]
-        if custom_mask_fits(
-            model
-        ):  # a mask that is ready to be added to the scores: making it costs a tenth of a tiny step
+        if custom_mask_fits(model):  # a mask that is ready to be added to the scores saves a tenth of a tiny step
             zero = torch.zeros(mask.shape, dtype=model.dtype, device=device)
             mask = zero.masked_fill(mask == 0, -math.inf)[:, None, None]
         going = torch.ones(len(rows), dtype=torch.bool, device=device)
@@ -967,11 +1024,63 @@ def draw_pictures(models, out):
         training_figure(models).savefig(out / "training.png", dpi=150)
 
 
+# -------------------------------------------------------------------------------------------- several processes
+
+# torchrun tells each process which one it is, of how many. All of them hold the same model and know the whole batch; each
+# samples its share of the prompts and computes its share of the gradient, and only the first writes.
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def join_processes(args):
+    """Under torchrun: meet the other processes, each with a GPU of its own where there are any -> (rank, processes)."""
+    if WORLD > 1:
+        if args.prompts_per_step < WORLD:
+            stop(f"--prompts_per_step {args.prompts_per_step} leaves some of the {WORLD} processes without a prompt")
+        if args.device.startswith("cuda"):
+            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(args.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if args.device.startswith("cuda") else "gloo")
+        atexit.register(dist.destroy_process_group)
+        args.out = gather([args.out])[0]  # it may hold the time
+    if RANK:
+        sys.stdout = open(os.devnull, "w")
+    return RANK, WORLD
+
+
+def gather(values):
+    """The lists of all processes, joined in the order of their ranks; they are sent by the CPU."""
+    if WORLD == 1:
+        return values
+    lists = [None] * WORLD
+    dist.all_gather_object(lists, values)
+    return sum(lists, [])
+
+
+def sum_gradients(model):
+    """The gradient of the whole batch out of each process's share of it: the one all-reduce of an update."""
+    if WORLD > 1:
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        shares = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+        flat = torch.cat([share.flatten() for share in shares])
+        dist.all_reduce(flat)
+        for weight, part in zip(weights, flat.split([weight.numel() for weight in weights])):
+            weight.grad = part.view_as(weight)
+
+
+def sum_numbers(numbers):
+    """{name: number} summed over the processes, of which not each has every name."""
+    shares = gather([numbers])
+    names = dict.fromkeys(name for share in shares for name in share)
+    return {name: sum(share.get(name, 0) for share in shares) for name in names}
+
+
 # --------------------------------------------------------------------------------------------------- run folder
 
 
 def write_whole(path, write):
     """write(file), so that `path` is never seen half written, whatever dies: the old content stands until all is on disk."""
+    if RANK:
+        return
     partial = Path(f"{path}.tmp")
     try:
         with open(partial, "wb") as file:
@@ -1005,8 +1114,9 @@ def peak_gb(device):
 
 def add_json(path, *values):
     """Append JSON lines."""
-    with open(path, "a") as file:
-        file.writelines(json.dumps(value) + "\n" for value in values)
+    if RANK == 0:
+        with open(path, "a") as file:
+            file.writelines(json.dumps(value) + "\n" for value in values)
 
 
 @contextmanager
@@ -1036,12 +1146,16 @@ def lock_folder(folder):
 
 # Flags that a resumed run may change: none of them changes what is computed, but for the order of floating-point sums.
 FREE = """out resume overwrite device slots tokens_per_microbatch eval_every save_every save_minutes keep max_minutes
-    max_bad_steps""".split()
+    max_bad_steps track""".split()
 
 
 def open_run(args):
     """Make the run folder -> the saved state to continue from, or None. One that holds a run needs --resume or --overwrite."""
     out, state, new = Path(args.out), None, dataclasses.asdict(args)
+    if RANK:  # the first process opens it
+        gather([])
+        saves = sorted((out / "state").glob("step-*.pt"))
+        return load_state(saves[-1]) if saves else None
     held = (out / "args.json").exists()
     if args.resume and args.overwrite:
         stop("--resume continues the run in --out and --overwrite starts it anew: give one of them")
@@ -1056,7 +1170,8 @@ def open_run(args):
         changed = {name: new[name] for name in new if old.get(name) != new[name]}
         if refused := [name for name in changed if name not in FREE]:
             stop(f"{out} was started with another --{', --'.join(refused)}: give the same, or choose another --out")
-    for pattern in ("args.json", "cost.json", "model*", "bad-step-*", "state/step-*") if args.overwrite else ():
+    made = ("args.json", "cost.json", "model*", "adapter*", "bad-step-*", "state/step-*")
+    for pattern in made if args.overwrite else ():
         for path in out.glob(pattern):
             path.unlink()
     if saves := sorted((out / "state").glob("step-*.pt")):
@@ -1066,6 +1181,7 @@ def open_run(args):
     for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):
         cut_lines(out / name, state["step"] if state else -1)
     write_json(out / "args.json", new)
+    gather([])
     return state
 
 
@@ -1128,11 +1244,17 @@ TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_toke
 
 
 def save_model(model, tokenizer, out):
-    """Write weights and config in the Hugging Face format, and the tokenizer's files as they are: whole, or not at all."""
+    """Write weights and config in the Hugging Face format, and the tokenizer's files as they are: whole, or not at all.
+
+    Of a PeftModel it is the adapter that is written: merge.py, or peft itself, makes a whole model of it.
+    """
+    if RANK:
+        return
     partial = Path(out) / "state" / "model"
     shutil.rmtree(partial, ignore_errors=True)
     with saving(out, model.parameters()):
         model.save_pretrained(partial)
+        (partial / "README.md").unlink(missing_ok=True)  # peft's
         for path in Path(tokenizer.name_or_path).iterdir():
             if path.name.startswith(TOKENIZER_FILES):
                 shutil.copyfile(path, partial / path.name)
@@ -1167,7 +1289,9 @@ class Saves:
             self.asked = self.asked or "--max_minutes"
         by_steps = args.save_every and (step % args.save_every == 0 or step == args.steps)
         by_time = args.save_minutes and now > self.last_save + 60 * args.save_minutes
-        return self.asked or by_steps or by_time
+        reasons, times = zip(*gather([(self.asked, by_time)]))  # what one process is asked, all do
+        self.asked = max(reasons)
+        return self.asked or by_steps or any(times)
 
     def write(self, state):
         """Save what --resume continues from, keep the last --keep of them, and end the run if it was asked to."""
@@ -1175,11 +1299,29 @@ class Saves:
         moments = [value for of_weight in state["optimizer"]["state"].values() for value in of_weight.values()]
         with saving(folder, [*state["model"].values(), *moments]):
             write_whole(folder / f"step-{state['step']:08d}.pt", lambda file: torch.save(state, file))
-        for path in sorted(folder.glob("step-*.pt"))[: -self.args.keep]:
+        for path in sorted(folder.glob("step-*.pt"))[: -self.args.keep] if RANK == 0 else ():
             path.unlink()
         if self.asked:
             print(f"{self.args.out}: saved after step {state['step']}, as {self.asked} says; continue with --resume")
             sys.exit(3)
+
+
+def tracker(args):
+    """log(metrics) for the program that --track names."""
+    try:
+        if args.track == "wandb" and RANK == 0:
+            import wandb
+
+            run = wandb.init(project="rlvr", name=Path(args.out).name, dir=args.out, config=dataclasses.asdict(args))
+            return lambda metrics: run.log(metrics, step=metrics["step"])
+        if args.track == "tensorboard" and RANK == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(args.out)
+            return lambda metrics: [writer.add_scalar(name, metrics[name], metrics["step"]) for name in metrics]
+    except ImportError:
+        stop(f"--track {args.track} needs it: pip install {args.track}")
+    return lambda metrics: None
 
 
 def bad_step(out, step, bad_steps, batch, limit):
@@ -1188,9 +1330,8 @@ def bad_step(out, step, bad_steps, batch, limit):
     batch: (task, completion or completions, reward or rewards) of each row or group.
     """
     path = out / f"bad-step-{step}.jsonl"
-    path.unlink(missing_ok=True)
-    for task, completion, reward in batch:
-        add_json(path, {**task, "completion": completion, "reward": reward})
+    rows = [{**task, "completion": completion, "reward": reward} for task, completion, reward in batch]
+    write_whole(path, lambda file: file.writelines((json.dumps(row) + "\n").encode() for row in rows))
     if bad_steps >= limit:
         stop(
             f"step {step}: the gradient is not finite, {bad_steps} times in a row; the last batch lies in {path}. Start "
@@ -1242,7 +1383,7 @@ def main():
             model, tokenizer, eos_ids, pad_id = load_model(folder, device)
             context = getattr(model.config, "max_position_embeddings", None) or math.inf
             longest = int(min(args.max_prompt_length, context - args.max_completion_length))
-            tasks = load_prompts(args.tasks, tokenizer, longest, args.data_dir, args.limit or None, args.seed)
+            tasks = load_prompts(args.tasks, tokenizer, longest, args, args.limit or None, args.seed)
             seconds = {}
             with timed(seconds, "eval", device):
                 domains, rows = evaluate(

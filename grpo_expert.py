@@ -21,6 +21,7 @@ sampler and the learner are the same policy.
 import copy
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -36,8 +37,9 @@ from transformers.hf_argparser import HfArg
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
-    Saves, add_json, bad_step, cache_fits, check_bounds, evaluate, load_model, load_prompts, open_run, parse_args,
-    peak_gb, read_lines, run, sample_hf, save_model, settle_device, stop, timed, write_json,
+    Saves, add_json, add_lora, bad_step, cache_fits, check_bounds, evaluate, gather, join_processes,
+    load_model, load_prompts, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model, settle_device, stop,
+    sum_gradients, sum_numbers, timed, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
 
@@ -62,6 +64,8 @@ class Args:
     learning_rate: float = HfArg(default=7e-4, help="peak AdamW rate; the default suits the tiny world, real models want about 1e-6")
     warmup_steps: int = HfArg(default=3, help="steps of linear warm-up")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, to 0 at the last step")
+    lora_rank: int = HfArg(default=0, help="train a LoRA adapter of this rank instead of all weights (pip install peft; arXiv 2608.27409: 32); 0: all weights")
+    lora_alpha: float = HfArg(default=0, help="LoRA: the adapter is scaled by alpha / rank; 0: twice the rank")
     max_grad_norm: float = HfArg(default=1.0, help="the gradient is scaled down to this norm")
     weight_decay: float = HfArg(default=0.0, help="AdamW's decoupled weight decay")
     beta: float = HfArg(default=0.0, help="weight of the KL to the starting model; above 0 a second, frozen copy is in memory")
@@ -78,6 +82,9 @@ class Args:
     slots: int = HfArg(default=256, help="completions sampled side by side; lower it when sampling runs out of memory")
     sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
     data_dir: str = HfArg(default="", help="folder with local copies of the presets: DATA_DIR/<preset>/<split>.jsonl|json|parquet")
+    system_prompt: str = HfArg(default="", help="system message put before every prompt that brings none")
+    prompt_suffix: list[str] = HfArg(default_factory=list, help="VERIFIER=text ...: a paragraph behind the prompts of a verifier, e.g. 'math=Put the answer in \\boxed{}.'; presets bring theirs")
+    enable_thinking: Literal["", "on", "off"] = HfArg(default="", help="for chat templates that know it (Qwen3); empty: the template's default")
     train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
@@ -89,6 +96,7 @@ class Args:
     keep: int = HfArg(default=1, help="saves that are kept, the newest; each takes three times the weights' bytes")
     max_minutes: float = HfArg(default=0, help="save and stop, with exit code 3, before the run has taken so long; 0: no limit")
     max_bad_steps: int = HfArg(default=3, help="stop after so many steps in a row whose gradient is not finite; such a step makes no update")
+    track: Literal["", "wandb", "tensorboard"] = HfArg(default="", help="send the metrics there too (pip install wandb or tensorboard)")
     resume: bool = HfArg(default=False, help="continue the run in --out, or start it when nothing is saved there")
     overwrite: bool = HfArg(default=False, help="start anew in an --out that holds a run, which is deleted")
     # fmt: on
@@ -97,7 +105,7 @@ class Args:
         least = dict(num_generations=2, prompts_per_step=1, num_iterations=1, steps=1, max_completion_length=1, slots=1)
         least |= dict(eval_samples=1, tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0, overlong_cache=0)
         least |= dict(max_prompt_length=1, eval_limit=1, eval_every=0, save_every=0, save_minutes=0, keep=1)
-        least |= dict(max_minutes=0, max_bad_steps=1, beta=0)
+        least |= dict(max_minutes=0, lora_rank=0, lora_alpha=0, max_bad_steps=1, beta=0)
         above_0 = ["temperature", "learning_rate", "max_grad_norm", "tis_cap", "epsilon", "epsilon_high"]
         check_bounds(self, least, above_0)
         if self.epsilon >= 1:
@@ -246,9 +254,7 @@ def sample(
         logits = model(ids, attention_mask=mask[:, :longest], position_ids=position, **forward).logits[:, -1]
         cache.batch_select_indices(owner)  # prefilled once a prompt, now one copy a sample
         logits, mask, position = logits[owner], mask[owner], position[owner, -1:]
-        if custom_mask_fits(
-            model
-        ):  # a mask that is ready to be added to the scores: making it costs a tenth of a tiny step
+        if custom_mask_fits(model):  # a mask that is ready to be added to the scores saves a tenth of a tiny step
             zero = torch.zeros(mask.shape, dtype=model.dtype, device=device)
             mask = zero.masked_fill(mask == 0, -math.inf)[:, None, None]
         going = torch.ones(len(rows), dtype=torch.bool, device=device)
@@ -435,7 +441,7 @@ def micro_batches(lengths, budget):
         if batch and ((len(batch) + 1) * lengths[place] > budget or 3 * lengths[place] > 4 * lengths[batch[0]]):
             batches.append([])
         batches[-1].append(place)
-    return batches
+    return [batch for batch in batches if batch]
 
 
 def lr_factor(step, steps, warmup_steps, kind):
@@ -458,6 +464,7 @@ def nth_task(tasks, position, seed):
 
 def main():
     args = parse_args(Args, __doc__)
+    rank, world = join_processes(args)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     P, G = args.prompts_per_step, args.num_generations
 
@@ -468,24 +475,26 @@ def main():
         stop(f"--max_completion_length leaves no room for a prompt in the model's context of {context} tokens")
     if not args.train_on_test_sets and (test_sets := [spec for spec in args.tasks if is_test_set(spec)]):
         stop(f"--tasks {test_sets[0]} is a test set: train on another split, or say --train_on_test_sets")
-    tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args.data_dir)
+    tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args)
     tiny = all(spec.split(":")[0] == "tiny" for spec in args.tasks)  # the tiny world brings its validation split along
     domains = dict.fromkeys(task["domain"] for task in tasks)
     eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
-    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args.data_dir, args.eval_limit)
+    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args, args.eval_limit)
 
+    adapter = add_lora(model, args) if args.lora_rank else None
+    learnt = [name for name, weight in model.named_parameters() if weight.requires_grad]
     adamw = dict(lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type != "mps")
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw)
+    optimizer = torch.optim.AdamW(map(model.get_parameter, learnt), **adamw)
     cost = {"tokens_sampled": 0, "tokens_trained": 0, "tokens_scored": 0, "teacher_tokens": 0, "seconds": {}}
     done, bad_steps, position = 0, 0, 0
     out, state = Path(args.out), open_run(args)
     if state:
-        model.load_state_dict(state["model"])
+        model.load_state_dict(state["model"], strict=False)  # what is frozen is not saved
         optimizer.load_state_dict(state["optimizer"])
         done, bad_steps, position, cost = (state[key] for key in ("step", "bad_steps", "position", "cost"))
-    reference = load_model(args.model, device)[0] if args.beta > 0 else None
+    reference = (model if adapter else load_model(args.model, device)[0]) if args.beta > 0 else None
     # The learner keeps float32 weights: a bfloat16 weight would swallow updates 256 times smaller than itself.
-    actor = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+    actor = model if dtype == torch.float32 or adapter else copy.deepcopy(model).to(dtype)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable()
         for layer in model.modules():  # it asks for training mode, and dropout below the layers is to stay off
@@ -505,35 +514,39 @@ def main():
     print(tokenizer.decode(nth_task(tasks, 0, args.seed)["ids"]))
     if done == 0:
         add_json(out / "evals.jsonl", {"step": 0, **validate()})
-    gap_checked, saves = False, Saves(args)
-    progress = tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step", dynamic_ncols=True)
+    gap_checked, saves, track = False, Saves(args), tracker(args)
+    shown = dict(initial=done, total=args.steps, unit="step", dynamic_ncols=True) | ({"disable": True} if rank else {})
+    progress = tqdm(range(done, args.steps), **shown)
     for step in progress:
-        step_start, seconds, sampled = time.perf_counter(), {}, 0
+        step_start, seconds = time.perf_counter(), {}
 
         # 1. Sample a group of completions for each prompt, and let the verifier score them.
         groups = []  # (task, the parts of Rollouts, texts, scores), G rows each
         for attempt in range(4 if args.dynamic_sampling else 1):
             batch = [nth_task(tasks, position + i, args.seed) for i in range(P)]
             position += P
+            mine = batch[P * rank // world : P * (rank + 1) // world]  # torchrun: this process's prompts, whole groups
             with timed(seconds, "sample", device):
                 drawn = draw_completions(
-                    actor, [task["ids"] for task in batch], num_generations=G, temperature=args.temperature,
-                    seed=(args.seed << 32) + step, first_row=attempt * P * G, **sampler,
+                    actor, [task["ids"] for task in mine], num_generations=G, temperature=args.temperature,
+                    seed=(args.seed << 32) + step, first_row=(attempt * P + P * rank // world) * G, **sampler,
                 )  # fmt: skip
                 texts = [tokenizer.decode(t[:n], skip_special_tokens=True) for t, n in zip(drawn.tokens, drawn.lengths)]
             with timed(seconds, "verify", device):
-                owners = [task for task in batch for _ in range(G)]
+                owners = [task for task in mine for _ in range(G)]
                 scores = verify_batch([(task["verifier"], text, task["answer"]) for task, text in zip(owners, texts)])
-            sampled += int(drawn.lengths.sum())
-            for task, start in zip(batch, range(0, P * G, G)):
-                rows = slice(start, start + G)
-                groups.append((task, [part[rows] for part in drawn], texts[rows], scores[rows]))
+            shares = gather([(mine, [part.cpu() for part in drawn], texts, scores)])  # of all processes
+            for share, parts, texts, scores in shares:
+                for task, start in zip(share, range(0, len(texts), G)):
+                    rows = slice(start, start + G)
+                    groups.append((task, [part[rows] for part in parts], texts[rows], scores[rows]))
             if args.dynamic_sampling:  # groups that teach something come first
                 groups.sort(key=lambda group: len(set(group[-1])) == 1)
                 if len(set(groups[P - 1][-1])) > 1:
                     break
+        sampled = sum(int(lengths.sum()) for _, (_, lengths, *_), *_ in groups)
         batch, parts, texts, scores = zip(*groups[:P])
-        rollouts = Rollouts(*map(torch.cat, zip(*parts)))
+        rollouts = Rollouts(*(torch.cat(part).to(device) for part in zip(*parts)))
 
         # 2. Advantages. A group whose rewards are all equal has none: at beta 0 its rows need no forward and backward.
         rewards = torch.tensor(scores, device=device)  # (P, G)
@@ -556,6 +569,8 @@ def main():
         prompt_ids = [task["ids"] for task in batch for _ in range(G)]
         shared = (prompt_ids, rollouts.lengths.tolist(), G, args.tokens_per_microbatch)
         packs, pack_tokens = pack_groups(model, needed.tolist(), *shared)
+        forwards = args.num_iterations * sum(pack_tokens)
+        packs, pack_tokens = packs[rank::world], pack_tokens[rank::world]  # torchrun: this process's share
         totals = dict.fromkeys(("loss", "kl", "clipped", "gap", "tokens", "padded"), 0.0)
         grad_norm, old_logprobs = 0.0, rollouts.logprobs.clone()
         with timed(seconds, "train", device):
@@ -568,7 +583,7 @@ def main():
                     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                         logprobs, mask = completion_logprobs(model, *which, args.temperature, counts)  # (b, T)
                         if reference:
-                            with torch.no_grad():
+                            with torch.no_grad(), adapter.disable_adapter() if adapter else nullcontext():
                                 ref_logprobs, _ = completion_logprobs(reference, *which, args.temperature, counts)
                     width = mask.shape[1]
                     sampler_logprobs = rollouts.logprobs[rows, :width]
@@ -592,6 +607,7 @@ def main():
                     totals["clipped"] += float((clipped & mask).sum())
                     totals["tokens"] += int(mask.sum())
                     totals["padded"] += len(index) * max(pack_tokens[i] for i in index)
+                sum_gradients(model)
                 grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
                 if math.isfinite(grad_norm):
                     optimizer.step()
@@ -602,6 +618,7 @@ def main():
         bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
         if bad_steps:
             bad_step(out, step + 1, bad_steps, zip(batch, texts, scores), args.max_bad_steps)
+        totals = sum_numbers(totals)
         trained = max(1, totals["tokens"])
         gap = totals["gap"] / max(1, trained / args.num_iterations)
         if not gap_checked and len(needed) and not gap <= (1e-3 if dtype == torch.float32 else 0.05):
@@ -613,7 +630,6 @@ def main():
         gap_checked = gap_checked or len(needed) > 0
 
         # 4. Write down what happened.
-        forwards = args.num_iterations * sum(pack_tokens)
         cost["tokens_sampled"] += sampled
         cost["tokens_trained"] += forwards
         cost["tokens_scored"] += forwards if reference else 0
@@ -647,6 +663,7 @@ def main():
             "memory/peak_gb": peak_gb(device),
         }
         add_json(out / "metrics.jsonl", metrics)
+        track(metrics)
         shown = {"step": step + 1, "prompt": batch[0]["prompt"], "completion": texts[0][0], "reward": scores[0][0]}
         add_json(out / "samples.jsonl", {**shown, "domain": batch[0]["domain"], "answer": batch[0]["answer"]})
         tqdm.write(
@@ -656,11 +673,13 @@ def main():
         if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
             add_json(out / "evals.jsonl", {"step": step + 1, **validate()})
         if saves.due(step + 1):
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "cost": cost}
-            saved |= {"position": position, "bad_steps": bad_steps}
+            saved = {"model": {name: model.get_parameter(name).detach() for name in learnt}, "step": step + 1}
+            saved |= {"optimizer": optimizer.state_dict(), "cost": cost, "position": position, "bad_steps": bad_steps}
             saves.write(saved)
 
-    save_model(model, tokenizer, out)
+    if rank > 0:
+        return
+    save_model(adapter or model, tokenizer, out)
     cost["seconds"]["total"] = sum(cost["seconds"].values())
     cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": {}}
     write_json(out / "cost.json", cost)

@@ -37,9 +37,9 @@ from transformers.hf_argparser import HfArg
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
-    Saves, add_json, bad_step, cache_fits, check_bounds, evaluate, load_model, load_prompts, loading, model_folder,
-    open_run, parse_args, peak_gb, read_lines, run, run_cost, sample_hf, save_model, settle_device, stop, timed,
-    write_json,
+    Saves, add_json, add_lora, bad_step, base_folder, cache_fits, check_bounds, evaluate, gather, join_processes,
+    load_model, load_prompts, loading, model_folder, open_run, parse_args, peak_gb, peft, read_lines, run, run_cost,
+    sample_hf, save_model, settle_device, stop, sum_gradients, sum_numbers, timed, tokenizer_folder, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
 
@@ -70,6 +70,8 @@ class Args:
     learning_rate: float = HfArg(default=7e-4, help="peak AdamW rate; the default suits the tiny world, real models want about 1e-6")
     warmup_steps: int = HfArg(default=3, help="steps of linear warm-up")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, to 0 at the last step")
+    lora_rank: int = HfArg(default=0, help="train a LoRA adapter of this rank instead of all weights (pip install peft; arXiv 2608.27409: 32); 0: all weights")
+    lora_alpha: float = HfArg(default=0, help="LoRA: the adapter is scaled by alpha / rank; 0: twice the rank")
     max_grad_norm: float = HfArg(default=1.0, help="the gradient is scaled down to this norm")
     weight_decay: float = HfArg(default=0.0, help="AdamW's decoupled weight decay")
     gradient_checkpointing: bool = HfArg(default=False, help="keep one activation a layer and compute the others again in the backward pass: far less memory, a third more time")
@@ -77,6 +79,9 @@ class Args:
     slots: int = HfArg(default=256, help="completions sampled side by side; lower it when sampling runs out of memory")
     sampler: Literal["fast", "hf"] = HfArg(default="fast", help="fast: the sampler in this file; hf: model.generate, the slow reference")
     data_dir: str = HfArg(default="", help="folder with local copies of the presets: DATA_DIR/<preset>/<split>.jsonl|json|parquet")
+    system_prompt: str = HfArg(default="", help="system message put before every prompt that brings none")
+    prompt_suffix: list[str] = HfArg(default_factory=list, help="VERIFIER=text ...: a paragraph behind the prompts of a verifier, e.g. 'math=Put the answer in \\boxed{}.'; presets bring theirs")
+    enable_thinking: Literal["", "on", "off"] = HfArg(default="", help="for chat templates that know it (Qwen3); empty: the template's default")
     train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
@@ -88,6 +93,7 @@ class Args:
     keep: int = HfArg(default=1, help="saves that are kept, the newest; each takes three times the weights' bytes")
     max_minutes: float = HfArg(default=0, help="save and stop, with exit code 3, before the run has taken so long; 0: no limit")
     max_bad_steps: int = HfArg(default=3, help="stop after so many steps in a row whose gradient is not finite; such a step makes no update")
+    track: Literal["", "wandb", "tensorboard"] = HfArg(default="", help="send the metrics there too (pip install wandb or tensorboard)")
     resume: bool = HfArg(default=False, help="continue the run in --out, or start it when nothing is saved there")
     overwrite: bool = HfArg(default=False, help="start anew in an --out that holds a run, which is deleted")
     # fmt: on
@@ -96,7 +102,7 @@ class Args:
         least = dict(num_generations=1, prompts_per_step=1, steps=1, max_completion_length=1, slots=1, eval_samples=1)
         least |= dict(tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0, kl_top_k=1, alpha=0)
         least |= dict(max_prompt_length=1, eval_limit=1, eval_every=0, save_every=0, save_minutes=0, keep=1)
-        least |= dict(max_minutes=0, max_bad_steps=1)
+        least |= dict(max_minutes=0, lora_rank=0, lora_alpha=0, max_bad_steps=1)
         check_bounds(self, least, ["temperature", "learning_rate", "max_grad_norm", "advantage_clip"])
         if self.alpha and (self.kl != "sampled" or self.num_generations < 2):
             stop("--alpha needs --kl sampled and a --num_generations of 2 or more: a group is the rewards' baseline")
@@ -249,9 +255,7 @@ def sample(
         logits = model(ids, attention_mask=mask[:, :longest], position_ids=position, **forward).logits[:, -1]
         cache.batch_select_indices(owner)  # prefilled once a prompt, now one copy a sample
         logits, mask, position = logits[owner], mask[owner], position[owner, -1:]
-        if custom_mask_fits(
-            model
-        ):  # a mask that is ready to be added to the scores: making it costs a tenth of a tiny step
+        if custom_mask_fits(model):  # a mask that is ready to be added to the scores saves a tenth of a tiny step
             zero = torch.zeros(mask.shape, dtype=model.dtype, device=device)
             mask = zero.masked_fill(mask == 0, -math.inf)[:, None, None]
         going = torch.ones(len(rows), dtype=torch.bool, device=device)
@@ -459,7 +463,7 @@ def micro_batches(lengths, budget):
         if batch and ((len(batch) + 1) * lengths[place] > budget or 3 * lengths[place] > 4 * lengths[batch[0]]):
             batches.append([])
         batches[-1].append(place)
-    return batches
+    return [batch for batch in batches if batch]
 
 
 def lr_factor(step, steps, warmup_steps, kind):
@@ -482,8 +486,8 @@ def teacher_folders(teachers, model, tokenizer, domains):
         stop(f"--teachers names none for {', '.join(missing)}: add {missing[0]}=FOLDER, or leave its tasks out")
     for domain, folder in folders.items():
         with loading(folder):
-            other = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            vocab_size = AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size
+            other = AutoTokenizer.from_pretrained(tokenizer_folder(folder), trust_remote_code=False)
+            vocab_size = AutoConfig.from_pretrained(base_folder(folder), trust_remote_code=False).vocab_size
         if other.get_vocab() != tokenizer.get_vocab() or other.chat_template != tokenizer.chat_template:
             stop(
                 f"the {domain} teacher {folder} has another vocabulary or chat template than the student: no distillation"
@@ -497,6 +501,11 @@ def teacher_folders(teachers, model, tokenizer, domains):
 @torch.no_grad()
 def load_weights(module, folder):
     """Copy the weights in `folder` into the one resident teacher, from memory-mapped files, tensor by tensor."""
+    if (base := base_folder(folder)) != folder:  # a LoRA adapter, on top of its base
+        load_weights(module, base)
+        with loading(folder):
+            peft().PeftModel.from_pretrained(module, folder).merge_and_unload()
+        return
     targets, loaded = module.state_dict(), set()
     for path in sorted(Path(folder).glob("*.safetensors")):
         with loading(path), safe_open(path, framework="pt") as file:
@@ -531,6 +540,7 @@ def nth_task(tasks, position, seed):
 
 def main():
     args = parse_args(Args, __doc__)
+    rank, world = join_processes(args)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     P, G = args.prompts_per_step, args.num_generations
 
@@ -542,30 +552,32 @@ def main():
     top_k = min(args.kl_top_k, model.config.get_text_config().vocab_size)
     if not args.train_on_test_sets and (test_sets := [spec for spec in args.tasks if is_test_set(spec)]):
         stop(f"--tasks {test_sets[0]} is a test set: train on another split, or say --train_on_test_sets")
-    tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args.data_dir)
+    tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args)
     tiny = all(spec.split(":")[0] == "tiny" for spec in args.tasks)  # the tiny world brings its validation split along
     domains = dict.fromkeys(task["domain"] for task in tasks)
     eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
-    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args.data_dir, args.eval_limit)
+    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args, args.eval_limit)
 
     # new to mopd: one teacher's weights in memory at a time, whatever the number of teachers
     teachers = teacher_folders(args.teachers, model, tokenizer, domains)
-    teacher = copy.deepcopy(model).requires_grad_(False)
+    teacher = copy.deepcopy(model).requires_grad_(False).to(dtype if args.lora_rank else torch.float32)
     for resident in teachers.values():  # each once, so that a damaged one is found before anything is sampled
         load_weights(teacher, resident)
         if not all(weight.isfinite().all() for weight in teacher.parameters()):
             stop(f"the teacher {resident} holds NaN or infinite values: take an earlier save")
+    adapter = add_lora(model, args) if args.lora_rank else None
+    learnt = [name for name, weight in model.named_parameters() if weight.requires_grad]
     adamw = dict(lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type != "mps")
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw)
+    optimizer = torch.optim.AdamW(map(model.get_parameter, learnt), **adamw)
     cost = {"tokens_sampled": 0, "tokens_trained": 0, "tokens_scored": 0, "teacher_tokens": 0, "seconds": {}}
     done, bad_steps, position = 0, 0, 0
     out, state = Path(args.out), open_run(args)
     if state:
-        model.load_state_dict(state["model"])
+        model.load_state_dict(state["model"], strict=False)  # what is frozen is not saved
         optimizer.load_state_dict(state["optimizer"])
         done, bad_steps, position, cost = (state[key] for key in ("step", "bad_steps", "position", "cost"))
     # The learner keeps float32 weights: a bfloat16 weight would swallow updates 256 times smaller than itself.
-    actor = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+    actor = model if dtype == torch.float32 or adapter else copy.deepcopy(model).to(dtype)
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable()
         for layer in model.modules():  # it asks for training mode, and dropout below the layers is to stay off
@@ -590,25 +602,29 @@ def main():
                 load_weights(teacher, resident)
                 scores[f"teacher/{domain}"] = validate(teacher, own)[domain]
         add_json(out / "evals.jsonl", scores)
-    before = read_lines(out / "evals.jsonl")[0]
-    gap_checked, saves = False, Saves(args)
-    progress = tqdm(range(done, args.steps), initial=done, total=args.steps, unit="step", dynamic_ncols=True)
+    before = scores if done == 0 else read_lines(out / "evals.jsonl")[0]
+    gap_checked, saves, track = False, Saves(args), tracker(args)
+    shown = dict(initial=done, total=args.steps, unit="step", dynamic_ncols=True) | ({"disable": True} if rank else {})
+    progress = tqdm(range(done, args.steps), **shown)
     for step in progress:
-        step_start, seconds, sampled = time.perf_counter(), {}, 0
+        step_start, seconds = time.perf_counter(), {}
 
         # 1. The student samples; the verifier's reward is only logged.
         batch = [nth_task(tasks, position + i, args.seed) for i in range(P)]
         position += P
+        mine = batch[P * rank // world : P * (rank + 1) // world]  # torchrun: this process's prompts, whole groups
         with timed(seconds, "sample", device):
-            rollouts = draw_completions(
-                actor, [task["ids"] for task in batch], num_generations=G, temperature=args.temperature,
-                seed=(args.seed << 32) + step, **sampler,
+            drawn = draw_completions(
+                actor, [task["ids"] for task in mine], num_generations=G, temperature=args.temperature,
+                seed=(args.seed << 32) + step, first_row=P * rank // world * G, **sampler,
             )  # fmt: skip
-            ends = zip(rollouts.tokens, rollouts.lengths)
-            texts = [tokenizer.decode(row[:length], skip_special_tokens=True) for row, length in ends]
+            texts = [tokenizer.decode(t[:n], skip_special_tokens=True) for t, n in zip(drawn.tokens, drawn.lengths)]
         with timed(seconds, "verify", device):
-            owners = [task for task in batch for _ in range(G)]
+            owners = [task for task in mine for _ in range(G)]
             scores = verify_batch([(task["verifier"], text, task["answer"]) for task, text in zip(owners, texts)])
+        parts, texts, scores = zip(*gather([([part.cpu() for part in drawn], texts, scores)]))
+        rollouts = Rollouts(*(torch.cat(part).to(device) for part in zip(*parts)))
+        texts, scores, owners = sum(texts, []), sum(scores, []), [task for task in batch for _ in range(G)]
         sampled, rewards = int(rollouts.lengths.sum()), torch.tensor(scores).view(P, G)
 
         # 2. Who weighs what: the loss is a sum over tokens divided by this, by row and for the whole batch.
@@ -637,6 +653,7 @@ def main():
                 shared = (prompt_ids, rollouts.lengths.tolist(), G, args.tokens_per_microbatch)
                 packs, pack_tokens = pack_groups(model, rows_of_domain, *shared)
                 forwards += sum(pack_tokens)
+                packs, pack_tokens = packs[rank::world], pack_tokens[rank::world]  # torchrun: this process's share
                 for index in micro_batches(pack_tokens, args.tokens_per_microbatch):
                     chosen = [packs[i] for i in index]
                     rows = torch.tensor(sum(chosen, []), device=device)  # (b,)
@@ -664,9 +681,7 @@ def main():
                             topk = dict(k=top_k) if args.kl == "topk" else {}
                             kl = (topk_kl_loss if topk else full_kl_loss)(hidden, teacher_hidden, *heads, **topk)
                             loss = (kl / divide).sum()
-                            if (
-                                domain not in overlaps
-                            ):  # on the step's first micro-batch of the domain: a sample will do
+                            if domain not in overlaps:  # on its first micro-batch of the step: a sample will do
                                 part = (hidden[:512].detach(), teacher_hidden[:512])
                                 overlaps[domain] = top_overlap(*part, *heads, top_k)
                     loss.backward()
@@ -676,6 +691,7 @@ def main():
                     totals["padded"] += len(index) * max(pack_tokens[i] for i in index)
                     kl_sums[domain] = kl_sums.get(domain, 0.0) + float(kl.detach().sum())
                     gradients[domain] = gradients.get(domain, 0.0) + float(hidden.grad.norm(dim=-1).sum())
+            sum_gradients(model)
             grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
             if math.isfinite(grad_norm):
                 optimizer.step()
@@ -686,6 +702,7 @@ def main():
         bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
         if bad_steps:
             bad_step(out, step + 1, bad_steps, zip(owners, texts, scores), args.max_bad_steps)
+        totals, kl_sums, gradients = map(sum_numbers, (totals, kl_sums, gradients))
         trained = max(1, totals["tokens"])
         gap = totals["gap"] / trained
         if not gap_checked and args.temperature == 1 and not gap <= (1e-3 if dtype == torch.float32 else 0.05):
@@ -733,6 +750,7 @@ def main():
             "memory/peak_gb": peak_gb(device),
         }
         add_json(out / "metrics.jsonl", metrics)
+        track(metrics)
         shown = {"step": step + 1, "prompt": batch[0]["prompt"], "completion": texts[0], "reward": scores[0]}
         add_json(out / "samples.jsonl", {**shown, "domain": batch[0]["domain"], "answer": batch[0]["answer"]})
         tqdm.write(
@@ -743,11 +761,13 @@ def main():
             scores = validate()
             add_json(out / "evals.jsonl", {"step": step + 1, **scores, **recovery(before, scores)})
         if saves.due(step + 1):
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "cost": cost}
-            saved |= {"position": position, "bad_steps": bad_steps}
+            saved = {"model": {name: model.get_parameter(name).detach() for name in learnt}, "step": step + 1}
+            saved |= {"optimizer": optimizer.state_dict(), "cost": cost, "position": position, "bad_steps": bad_steps}
             saves.write(saved)
 
-    save_model(model, tokenizer, out)
+    if rank > 0:
+        return
+    save_model(adapter or model, tokenizer, out)
     cost["seconds"]["total"] = sum(cost["seconds"].values())
     reused = {path: run_cost(path) for path in teachers.values()}
     cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": reused}

@@ -53,7 +53,7 @@ def test_the_diff_is_the_lesson(left, right, budget):
     assert 0 < changed_lines(left, right) <= budget
 
 
-BUDGETS = {"grpo_expert": 690, "mix_rl": 810, "mopd": 780, "merge": 890, "eval": 1280}
+BUDGETS = {"grpo_expert": 705, "mix_rl": 830, "mopd": 800, "merge": 890, "eval": 1420}
 
 
 @pytest.mark.parametrize("script, budget", BUDGETS.items())
@@ -77,9 +77,9 @@ def test_a_training_script_imports_no_other(script):
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "verifiers"])
 def test_imports_need_nothing_that_is_not_required(script):
-    """Beyond requirements.txt: sympy and mpmath come with torch, langdetect and matplotlib are optional."""
+    """Beyond requirements.txt: sympy and mpmath come with torch, the others are optional."""
     others = imported(script) - set(sys.stdlib_module_names) - {path.stem for path in ROOT.glob("*.py")}
-    assert others <= INSTALLED | {"sympy", "mpmath", "langdetect", "matplotlib"}
+    assert others <= INSTALLED | {"sympy", "mpmath", "langdetect", "matplotlib", "peft", "wandb"}
     required = (ROOT / "requirements.txt").read_text()
     assert all(name in required for name in ("torch", "transformers", "datasets", "tqdm", "numpy"))
 

@@ -528,7 +528,7 @@ def test_evaluate_counts_what_is_right(evaluation, toy):
 
 def test_evaluate_does_not_depend_on_slots(evaluation, toy):
     model, tokenizer, eos_ids, pad_id = evaluation.load_model(str(toy / "base"), torch.device("cpu"))
-    tasks = evaluation.load_prompts([str(toy / "both.jsonl")], tokenizer, 10, "")
+    tasks = evaluation.load_prompts([str(toy / "both.jsonl")], tokenizer, 10, evaluation.Args())
     how = dict(samples=6, max_completion_length=3, eos_ids=eos_ids, pad_id=pad_id, seed=1)
     results = [evaluation.evaluate(model, tasks, tokenizer, slots=slots, **how) for slots in (1, 7, 512)]
     assert results[0] == results[1] == results[2]
@@ -538,12 +538,12 @@ def test_evaluate_does_not_depend_on_slots(evaluation, toy):
 def test_load_prompts(evaluation, toy, capsys):
     _, tokenizer, _, _ = evaluation.load_model(str(toy / "base"), torch.device("cpu"))
     specs = [str(toy / "math.jsonl"), str(toy / "code.jsonl")]
-    tasks = evaluation.load_prompts(specs, tokenizer, 3, "")
+    tasks = evaluation.load_prompts(specs, tokenizer, 3, evaluation.Args())
     assert [task["prompt"] for task in tasks] == ["ab", "b", "cde", "fgh", "hg", "a", "bcd", "gg"]
     assert all(tokenizer.decode(task["ids"]) == task["prompt"] for task in tasks)
     out = capsys.readouterr().out
     assert "1 of 6" in out and "1 of 4" in out  # dead and face are too long
-    limited = [evaluation.load_prompts(specs, tokenizer, 9, "", limit=2, seed=seed) for seed in (0, 0, 1, 2)]
+    limited = [evaluation.load_prompts(specs, tokenizer, 9, evaluation.Args(), limit=2, seed=seed) for seed in (0, 0, 1, 2)]
     names = [[task["id"] for task in tasks] for tasks in limited]
     assert all(len(set(ids)) == 4 for ids in names)  # two of each entry
     assert names[0] == names[1] and not names[0] == names[2] == names[3]
@@ -559,11 +559,32 @@ def test_prompts_go_through_the_chat_template(evaluation, toy, tmp_path):
     assert evaluation.encode_prompt(with_template, "ab") == [1, 2, 8, 7]
     assert evaluation.encode_prompt(with_template, messages) == [1, 2, 8, 3, 8, 7]
     assert evaluation.encode_prompt(without, "ab") == [1, 2]
+    assert evaluation.encode_prompt(with_template, "ab", system="c") == [3, 8, 1, 2, 8, 7]
+    own = [{"role": "system", "content": "d"}, {"role": "user", "content": "ab"}]
+    assert evaluation.encode_prompt(with_template, own, system="c") == [4, 8, 1, 2, 8, 7]
+    # A suffix is a paragraph of its own; the toy tokenizer has no line breaks.
+    told = []
+    with_template.apply_chat_template = lambda messages, **how: told.append((messages, how))
+    evaluation.encode_prompt(with_template, "ab", suffix="c", thinking="off")
+    messages, how = told[0]
+    assert messages == [{"role": "user", "content": "ab\n\nc"}] and how["enable_thinking"] is False
+
+
+def test_prompt_suffix_is_by_verifier(evaluation, toy, monkeypatch):
+    _, tokenizer, _, _ = evaluation.load_model(str(toy / "base"), torch.device("cpu"))
+    shown = []
+    monkeypatch.setattr(evaluation, "encode_prompt", lambda tokenizer, prompt, *style: shown.append(style) or [1])
+    row = {"domain": "d", "prompt": "ab", "answer": "A"}
+    rows = [{**row, "verifier": verifier} for verifier in ("choice", "exact")]
+    (toy / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = evaluation.Args(prompt_suffix=["choice=Answer: X"], system_prompt="s", enable_thinking="on")
+    evaluation.load_prompts([str(toy / "two.jsonl")], tokenizer, 10, args)
+    assert shown == [("s", "Answer: X", "on"), ("s", None, "on")]
 
 
 def test_evaluate_the_tiny_base(evaluation, tiny_base):
     model, tokenizer, eos_ids, pad_id = evaluation.load_model(tiny_base, torch.device("cpu"))
-    tasks = evaluation.load_prompts(["tiny:test"], tokenizer, 200, "", 16)
+    tasks = evaluation.load_prompts(["tiny:test"], tokenizer, 200, evaluation.Args(), 16)
     how = dict(samples=4, max_completion_length=48, eos_ids=eos_ids, pad_id=pad_id)
     results, rows = evaluation.evaluate(model, tasks, tokenizer, **how)
     assert len(rows) == 4 * len(tasks)

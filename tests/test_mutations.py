@@ -133,7 +133,7 @@ MUTATIONS = {
     ),
     "rejected prompts are drawn alike again": (
         "grpo_expert.py",
-        "first_row=attempt * P * G",
+        "first_row=(attempt * P + P * rank // world) * G",
         "first_row=0",
         "test_scripts.py::test_dynamic_sampling_replaces_groups_without_signal",
     ),
@@ -151,8 +151,8 @@ MUTATIONS = {
     ),
     "a resumed run meets the first tasks again": (
         "grpo_expert.py",
-        'saved |= {"position": position,',
-        'saved |= {"position": 0,',
+        '"position": position, "bad_steps"',
+        '"position": 0, "bad_steps"',
         "test_scripts.py::test_resume_gives_the_same_run[grpo_expert]",
     ),
     "a resumed run forgets Adam's moments": (
