@@ -543,7 +543,9 @@ def test_load_prompts(evaluation, toy, capsys):
     assert all(tokenizer.decode(task["ids"]) == task["prompt"] for task in tasks)
     out = capsys.readouterr().out
     assert "1 of 6" in out and "1 of 4" in out  # dead and face are too long
-    limited = [evaluation.load_prompts(specs, tokenizer, 9, evaluation.Args(), limit=2, seed=seed) for seed in (0, 0, 1, 2)]
+    limited = [
+        evaluation.load_prompts(specs, tokenizer, 9, evaluation.Args(), limit=2, seed=seed) for seed in (0, 0, 1, 2)
+    ]
     names = [[task["id"] for task in tasks] for tasks in limited]
     assert all(len(set(ids)) == 4 for ids in names)  # two of each entry
     assert names[0] == names[1] and not names[0] == names[2] == names[3]

@@ -86,8 +86,8 @@ def call(monkeypatch, capsys):
 class Run:
     """A script in a fork of this process, its output in a file; `prepare` is called first, in the fork."""
 
-    def __init__(self, script, out, *flags, prepare=lambda: None):
-        self.log = Path(f"{out}.log")
+    def __init__(self, script, out, *flags, prepare=lambda: None, name="log"):
+        self.log = Path(f"{out}.{name}")
         self.log.parent.mkdir(exist_ok=True)
         self.pid = os.fork()
         if self.pid == 0:
