@@ -73,9 +73,9 @@ print(folders[max((name for name in folders if name != "base"), key=lambda name:
 PY
 }
 
-# scored NAME=FOLDER...: sample models on the test split; what is scored is kept, so that the last call only reads
+# scored FOLDER NAME=FOLDER...: sample models on the test split into a folder of their own, as two runs cannot share one
 scored() {
-    python eval.py --tasks tiny:test --k 16 --seed "$SEED" --out "$OUT/eval" --models "$@"
+    python eval.py --tasks tiny:test --k 16 --seed "$SEED" --out "$1" --models "${@:2}"
 }
 
 # 1. One expert a domain, and Mix RL on all domains; neither needs the other.
@@ -99,7 +99,7 @@ done
 for domain in $DOMAINS; do
     stage "$domain" python grpo_expert.py --tasks "tiny:$domain" --steps "$STEPS" --seed "$SEED" --out "$OUT/$domain" --resume
 done
-stage score-base scored base=tiny/base
+stage score-base scored "$OUT/scores/base" base=tiny/base
 finish "${mixes[@]}" $DOMAINS score-base
 
 # 2. Merges, and MOPD with the experts as teachers.
@@ -121,8 +121,14 @@ for method in $METHODS; do
     chosen_by+=("merge-$method=$OUT/choose-$method") # choosing costs tokens, too
 done
 for name in "${mixes[@]}" "${mopds[@]}"; do models+=("$name=$OUT/$name"); done
-for model in "${models[@]}"; do stage "score-${model%%=*}" scored "$model"; done
-wait
-stage eval scored "${models[@]}" --chosen_by "${chosen_by[@]}"
+scores=()
+for model in "${models[@]}"; do
+    scores+=("score-${model%%=*}")
+    stage "score-${model%%=*}" scored "$OUT/scores/${model%%=*}" "$model"
+done
+finish "${scores[@]}"
+mkdir -p "$OUT/eval/models"
+cp "$OUT"/scores/*/models/*.json "$OUT/eval/models/" # so that the last call samples nothing
+stage eval scored "$OUT/eval" "${models[@]}" --chosen_by "${chosen_by[@]}"
 finish eval
 cat "$OUT/eval/eval.md"
