@@ -21,12 +21,14 @@ import atexit
 import dataclasses
 import difflib
 import fcntl
+import hashlib
 import importlib.util
 import itertools
 import json
 import math
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -331,6 +333,25 @@ def load_prompts(specs, tokenizer, max_prompt_length, args, limit=None, seed=0):
             stop(f"{spec}: no task is left; raise --max_prompt_length or name other tasks")
         tasks += kept
     return tasks
+
+
+def hold_out(tasks, share):
+    """(tasks to train on, tasks to validate on), by a hash of the prompt: a task never changes sides."""
+    place = {id(task): int(hashlib.sha256(str(task["prompt"]).encode()).hexdigest()[:8], 16) / 16**8 for task in tasks}
+    ordered = sorted(tasks, key=lambda task: place[id(task)])
+    kept = [task for task in tasks if place[id(task)] >= share]
+    if not kept:
+        stop(f"--validation_share {share} leaves no task to train on: lower it")
+    return kept, ordered[: len(tasks) - len(kept)]
+
+
+def say_overlap(tasks, eval_tasks):
+    """Say how many prompts of the evaluation are trained on, compared without case, punctuation and white space."""
+    plain = [
+        {" ".join(re.findall(r"\w+", str(task["prompt"]).lower())) for task in some} for some in (tasks, eval_tasks)
+    ]
+    if both := len(plain[0] & plain[1]):
+        print(f"{both} of {len(plain[1])} prompts of the evaluation are trained on: what they score is no test")
 
 
 # ------------------------------------------------------------------------------------------------------ sampler
@@ -1270,7 +1291,7 @@ class Saves:
     """When a run saves its state, and when it stops before its last step: on SIGINT or SIGTERM, or out of --max_minutes."""
 
     def __init__(self, args):
-        self.args, self.asked, self.longest = args, "", 0.0
+        self.args, self.asked, self.agreed, self.longest = args, "", "", 0.0
         self.last_step = self.last_save = time.monotonic()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask)
@@ -1289,9 +1310,10 @@ class Saves:
             self.asked = self.asked or "--max_minutes"
         by_steps = args.save_every and (step % args.save_every == 0 or step == args.steps)
         by_time = args.save_minutes and now > self.last_save + 60 * args.save_minutes
-        reasons, times = zip(*gather([(self.asked, by_time)]))  # what one process is asked, all do
-        self.asked = max(reasons)
-        return self.asked or by_steps or any(times)
+        # What one process is asked, all do after the same step; who is asked meanwhile, says so at the next.
+        reasons, times = zip(*gather([(self.asked, by_time)]))
+        self.agreed = max(reasons)
+        return self.agreed or by_steps or any(times)
 
     def write(self, state):
         """Save what --resume continues from, keep the last --keep of them, and end the run if it was asked to."""
@@ -1301,8 +1323,8 @@ class Saves:
             write_whole(folder / f"step-{state['step']:08d}.pt", lambda file: torch.save(state, file))
         for path in sorted(folder.glob("step-*.pt"))[: -self.args.keep] if RANK == 0 else ():
             path.unlink()
-        if self.asked:
-            print(f"{self.args.out}: saved after step {state['step']}, as {self.asked} says; continue with --resume")
+        if self.agreed:
+            print(f"{self.args.out}: saved after step {state['step']}, as {self.agreed} says; continue with --resume")
             sys.exit(3)
 
 

@@ -9,8 +9,8 @@ down by how much better it did than its group:
 with N the completion tokens of the whole batch. Sources: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476,
 and for A without a standard deviation the paper this project follows, 2608.27409.
 
-Left out: several GPUs, LoRA, asynchronous rollouts, a value network. Dropout is off in training too, so that the
-sampler and the learner are the same policy.
+Left out: asynchronous rollouts, a value network, models that need several GPUs each. Dropout is off in training too, so
+that the sampler and the learner are the same policy. `torchrun` runs it on several GPUs, each with a share of the batch.
 
     python grpo_expert.py                                    the math expert of the tiny world, about 90 seconds
     python grpo_expert.py --tasks tiny:code --out runs/code  another domain
@@ -37,9 +37,9 @@ from transformers.hf_argparser import HfArg
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
-    Saves, add_json, add_lora, bad_step, cache_fits, check_bounds, evaluate, gather, join_processes,
-    load_model, load_prompts, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model, settle_device, stop,
-    sum_gradients, sum_numbers, timed, tracker, write_json,
+    Saves, add_json, add_lora, bad_step, cache_fits, check_bounds, evaluate, gather, hold_out, join_processes,
+    load_model, load_prompts, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model, say_overlap,
+    settle_device, stop, sum_gradients, sum_numbers, timed, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
 
@@ -88,6 +88,7 @@ class Args:
     train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
+    validation_share: float = HfArg(default=0, help="share of --tasks that is held out, by a hash of the prompt, and scored as eval_tasks are")
     eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
     eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
     eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
@@ -105,7 +106,7 @@ class Args:
         least = dict(num_generations=2, prompts_per_step=1, num_iterations=1, steps=1, max_completion_length=1, slots=1)
         least |= dict(eval_samples=1, tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0, overlong_cache=0)
         least |= dict(max_prompt_length=1, eval_limit=1, eval_every=0, save_every=0, save_minutes=0, keep=1)
-        least |= dict(max_minutes=0, lora_rank=0, lora_alpha=0, max_bad_steps=1, beta=0)
+        least |= dict(max_minutes=0, lora_rank=0, lora_alpha=0, validation_share=0, max_bad_steps=1, beta=0)
         above_0 = ["temperature", "learning_rate", "max_grad_norm", "tis_cap", "epsilon", "epsilon_high"]
         check_bounds(self, least, above_0)
         if self.epsilon >= 1:
@@ -475,11 +476,12 @@ def main():
         stop(f"--max_completion_length leaves no room for a prompt in the model's context of {context} tokens")
     if not args.train_on_test_sets and (test_sets := [spec for spec in args.tasks if is_test_set(spec)]):
         stop(f"--tasks {test_sets[0]} is a test set: train on another split, or say --train_on_test_sets")
-    tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args)
+    tasks, held = hold_out(load_prompts(args.tasks, tokenizer, max_prompt_length, args), args.validation_share)
     tiny = all(spec.split(":")[0] == "tiny" for spec in args.tasks)  # the tiny world brings its validation split along
     domains = dict.fromkeys(task["domain"] for task in tasks)
     eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
-    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args, args.eval_limit)
+    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args, args.eval_limit) + held[: args.eval_limit]
+    say_overlap(tasks, eval_tasks)
 
     adapter = add_lora(model, args) if args.lora_rank else None
     learnt = [name for name, weight in model.named_parameters() if weight.requires_grad]

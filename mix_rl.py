@@ -9,7 +9,7 @@ P prompts by domain with weights w, and the group baseline keeps domains of diff
     math=2 code=1  w_d as given               the paper (arXiv 2608.27409) finds that these proportions decide what is learnt
     dads           w_d ~ exp((1 - r_d)/tau)   more of what still fails (RuleReasoner, arXiv 2506.08672)
 
-Left out: several GPUs, LoRA, asynchronous rollouts.
+Left out: asynchronous rollouts, models that need several GPUs each.
 
     python mix_rl.py                                               the four tiny domains, about three minutes
     python mix_rl.py --proportions math=2 code=1 science=1 instruction=1 --out runs/mix-math
@@ -36,9 +36,9 @@ from transformers.hf_argparser import HfArg
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
-    Saves, add_json, add_lora, bad_step, cache_fits, check_bounds, evaluate, gather, join_processes,
-    load_model, load_prompts, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model, settle_device, stop,
-    sum_gradients, sum_numbers, timed, tracker, write_json,
+    Saves, add_json, add_lora, bad_step, cache_fits, check_bounds, evaluate, gather, hold_out, join_processes,
+    load_model, load_prompts, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model, say_overlap,
+    settle_device, stop, sum_gradients, sum_numbers, timed, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
 
@@ -91,6 +91,7 @@ class Args:
     train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
+    validation_share: float = HfArg(default=0, help="share of --tasks that is held out, by a hash of the prompt, and scored as eval_tasks are")
     eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
     eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
     eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
@@ -108,7 +109,7 @@ class Args:
         least = dict(num_generations=2, prompts_per_step=1, num_iterations=1, steps=1, max_completion_length=1, slots=1)
         least |= dict(eval_samples=1, tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0, overlong_cache=0)
         least |= dict(max_prompt_length=1, eval_limit=1, eval_every=0, save_every=0, save_minutes=0, keep=1)
-        least |= dict(max_minutes=0, lora_rank=0, lora_alpha=0, max_bad_steps=1, beta=0)
+        least |= dict(max_minutes=0, lora_rank=0, lora_alpha=0, validation_share=0, max_bad_steps=1, beta=0)
         above_0 = ["temperature", "learning_rate", "max_grad_norm", "tis_cap", "epsilon", "epsilon_high"]
         check_bounds(self, least, above_0)
         if self.dynamic_sampling and self.length_caps:
@@ -576,7 +577,7 @@ def main():
         stop(f"--max_completion_length leaves no room for a prompt in the model's context of {context} tokens")
     if not args.train_on_test_sets and (test_sets := [spec for spec in args.tasks if is_test_set(spec)]):
         stop(f"--tasks {test_sets[0]} is a test set: train on another split, or say --train_on_test_sets")
-    tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args)
+    tasks, held = hold_out(load_prompts(args.tasks, tokenizer, max_prompt_length, args), args.validation_share)
     tiny = all(spec.split(":")[0] == "tiny" for spec in args.tasks)  # the tiny world brings its validation split along
     domains = dict.fromkeys(task["domain"] for task in tasks)
     # new to mix_rl: a pool a domain, each with a place of its own in an order of its own
@@ -591,7 +592,8 @@ def main():
     if not all(1 <= cap <= args.max_completion_length for cap in caps.values()):
         stop("--length_caps must lie between 1 and --max_completion_length")
     eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
-    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args, args.eval_limit)
+    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args, args.eval_limit) + held[: args.eval_limit]
+    say_overlap(tasks, eval_tasks)
 
     adapter = add_lora(model, args) if args.lora_rank else None
     learnt = [name for name, weight in model.named_parameters() if weight.requires_grad]

@@ -11,7 +11,8 @@ A_t is the teacher's verdict on one token; d_t itself is never differentiated: i
 not see the teacher. Rewards are only logged (unless --alpha mixes them in), and no group is needed: one completion a
 prompt will do. Sources: the paper arXiv 2608.27409 (sampled), Nemotron-Cascade 2 2603.19220 (the gate on w).
 
-Left out: several GPUs, LoRA, teachers behind a server. Prompts come from the pool as it is, as with mix_rl.py's natural.
+Left out: teachers behind a server, models that need several GPUs each. Prompts come from the pool as it is, as with
+mix_rl.py's natural.
 
     python mopd.py --teachers math=runs/math code=runs/code --tasks tiny:math tiny:code
     python mopd.py                                     teachers from runs/speedrun, about 90 seconds
@@ -37,9 +38,10 @@ from transformers.hf_argparser import HfArg
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
-    Saves, add_json, add_lora, bad_step, base_folder, cache_fits, check_bounds, evaluate, gather, join_processes,
-    load_model, load_prompts, loading, model_folder, open_run, parse_args, peak_gb, peft, read_lines, run, run_cost,
-    sample_hf, save_model, settle_device, stop, sum_gradients, sum_numbers, timed, tokenizer_folder, tracker, write_json,
+    Saves, add_json, add_lora, bad_step, base_folder, cache_fits, check_bounds, evaluate, gather, hold_out,
+    join_processes, load_model, load_prompts, loading, model_folder, open_run, parse_args, peak_gb, peft, read_lines,
+    run, run_cost, sample_hf, save_model, say_overlap, settle_device, stop, sum_gradients, sum_numbers, timed,
+    tokenizer_folder, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
 
@@ -85,6 +87,7 @@ class Args:
     train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
+    validation_share: float = HfArg(default=0, help="share of --tasks that is held out, by a hash of the prompt, and scored as eval_tasks are")
     eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
     eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
     eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
@@ -102,7 +105,7 @@ class Args:
         least = dict(num_generations=1, prompts_per_step=1, steps=1, max_completion_length=1, slots=1, eval_samples=1)
         least |= dict(tokens_per_microbatch=1, seed=0, warmup_steps=0, weight_decay=0, kl_top_k=1, alpha=0)
         least |= dict(max_prompt_length=1, eval_limit=1, eval_every=0, save_every=0, save_minutes=0, keep=1)
-        least |= dict(max_minutes=0, lora_rank=0, lora_alpha=0, max_bad_steps=1)
+        least |= dict(max_minutes=0, lora_rank=0, lora_alpha=0, validation_share=0, max_bad_steps=1)
         check_bounds(self, least, ["temperature", "learning_rate", "max_grad_norm", "advantage_clip"])
         if self.alpha and (self.kl != "sampled" or self.num_generations < 2):
             stop("--alpha needs --kl sampled and a --num_generations of 2 or more: a group is the rewards' baseline")
@@ -552,11 +555,12 @@ def main():
     top_k = min(args.kl_top_k, model.config.get_text_config().vocab_size)
     if not args.train_on_test_sets and (test_sets := [spec for spec in args.tasks if is_test_set(spec)]):
         stop(f"--tasks {test_sets[0]} is a test set: train on another split, or say --train_on_test_sets")
-    tasks = load_prompts(args.tasks, tokenizer, max_prompt_length, args)
+    tasks, held = hold_out(load_prompts(args.tasks, tokenizer, max_prompt_length, args), args.validation_share)
     tiny = all(spec.split(":")[0] == "tiny" for spec in args.tasks)  # the tiny world brings its validation split along
     domains = dict.fromkeys(task["domain"] for task in tasks)
     eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
-    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args, args.eval_limit)
+    eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args, args.eval_limit) + held[: args.eval_limit]
+    say_overlap(tasks, eval_tasks)
 
     # new to mopd: one teacher's weights in memory at a time, whatever the number of teachers
     teachers = teacher_folders(args.teachers, model, tokenizer, domains)

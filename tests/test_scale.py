@@ -267,3 +267,38 @@ def test_track_without_the_program(call, toy, tmp_path, monkeypatch, program):  
     monkeypatch.setitem(sys.modules, {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[program], None)
     code, errors, _ = call("grpo_expert", tmp_path / "run", *flags_of(toy, track=program))
     assert code == 2 and errors == [f"grpo_expert.py: --track {program} needs it: pip install {program}"]
+
+
+# -------------------------------------------------------------------------------------------------------------- tasks
+
+
+def test_hold_out_never_moves_a_task():
+    tasks = [{"prompt": f"task {i}"} for i in range(1000)]
+    train, held = evaluation.hold_out(tasks, 0.1)
+    assert len(train) + len(held) == 1000 and 70 < len(held) < 130
+    assert train == [task for task in tasks if task not in held]  # in their old order
+    more, held_of_more = evaluation.hold_out([{"prompt": "new"}, *reversed(tasks)], 0.2)
+    assert [task for task in held_of_more if task in held] == held and len(more) + len(held_of_more) == 1001
+    assert evaluation.hold_out(tasks, 0) == (tasks, [])
+
+
+def test_overlap_is_said(capsys):
+    tasks = [{"prompt": "What is 2 + 2?"}, {"prompt": "Another"}]
+    evaluation.say_overlap(tasks, [{"prompt": "what is  2+2"}, {"prompt": "Not this"}])
+    assert capsys.readouterr().out.startswith("1 of 2 prompts of the evaluation are trained on")
+    evaluation.say_overlap(tasks, [{"prompt": "Not this"}])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_validation_share(call, toy, tmp_path, script):  # noqa: F811
+    """The held-out tasks are validated on and never trained on."""
+    flags = flags_of(toy, script, validation_share=0.4, steps=6)
+    code, errors, text = call(script, tmp_path / "run", *flags)
+    assert code == 0, errors
+    before, after = json_lines(tmp_path / "run/evals.jsonl")
+    assert "math" in before and "math" in after
+    trained = {row["prompt"] for row in json_lines(tmp_path / "run/samples.jsonl")}
+    rows = [row for name in ("math", "code") for row in json_lines(toy / f"{name}-a.jsonl")]
+    held = {row["prompt"] for row in evaluation.hold_out(rows, 0.4)[1]}
+    assert held and not trained & held and "trained on" not in text
