@@ -3,8 +3,8 @@
     python tiny/study.py runs/study/seed0 runs/study/seed1 runs/study/seed2
 
 A number is the mean over the seeds. Brackets are 95 % intervals of a bootstrap over tasks, the same tasks drawn for every
-model and seed, so that differences are paired; "spread" is the smallest and the largest seed. What stands in STUDY.md
-above the first table is kept: it is written by hand.
+model and seed, so that differences are paired; parentheses hold the smallest and the largest seed. What stands in STUDY.md
+above the first table is kept: it is written by hand. The pictures show the first seed.
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from eval import end_to_end, estimates, interval, minus, own_flops, own_seconds, roles, share_kept  # noqa: E402
+from eval import draw_pictures, end_to_end, estimates, interval, minus, own_flops, own_seconds, roles, share_kept  # noqa: E402
 
 MARK = "<!-- tables: python tiny/study.py -->"
 
@@ -144,7 +144,9 @@ def main():
     study = ROOT / "tiny" / "STUDY.md"
     prose = study.read_text().split(MARK)[0] if study.exists() else "# The tiny study\n\n"
     study.write_text(prose + MARK + "\n\n" + "\n\n".join(text) + "\n")
-    print(f"{len(folders)} seeds: tiny/study.json and the tables of tiny/STUDY.md are written")
+    few = ["base", *trained, "merge-task_arithmetic", "mix", "mopd"]  # more would hide each other
+    draw_pictures({name: results[0]["models"][name] for name in few}, ROOT / "tiny")
+    print(f"{len(folders)} seeds: tiny/study.json, the tables of tiny/STUDY.md and the pictures beside it are written")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ once science python grpo_expert.py $train --tasks openbookqa:train --eval_tasks 
     --steps 24 --prompts_per_step 8 --out "$OUT/science"
 once merge python merge.py --base "$MODEL" --experts "$OUT/constraints" "$OUT/science" --scale 1.0 --out "$OUT/merge"
 once mopd python mopd.py $train --num_generations 1 --tasks "$rules" openbookqa:train $tests \
-    --teachers constraints="$OUT/constraints" science="$OUT/science" --steps 24 --prompts_per_step 32 --out "$OUT/mopd"
+    --teachers constraints="$OUT/constraints" science="$OUT/science" --steps 24 --prompts_per_step 16 --out "$OUT/mopd"
 once mix python mix_rl.py $train --proportions uniform --tasks "$rules" openbookqa:train $tests \
-    --steps 24 --prompts_per_step 16 --out "$OUT/mix"
+    --steps 24 --prompts_per_step 12 --out "$OUT/mix"
 models="base=$MODEL constraints=$OUT/constraints science=$OUT/science merge=$OUT/merge mix=$OUT/mix mopd=$OUT/mopd"
 once eval python eval.py --models $models --tasks "$OUT/constraints-test.jsonl" openbookqa:test --data_dir "$DATA" \
     --limit 100 --k 4 --max_completion_length 48 --out "$OUT/eval"

@@ -2,17 +2,23 @@
 
     python tests/bench/bench_memory.py                             the table of the README: models x settings, by formula
     python tests/bench/bench_memory.py --measure SMOLLM2_DIR ...   measured peaks of models on a CPU, float32
+    python tests/bench/bench_memory.py --teachers SMOLLM2_DIR      anonymous memory of mopd.py with 1, 2 and 4 teachers
 
 Each measured run is a process of its own, whose peak (ru_maxrss) is told less what it held before the model was loaded.
+It gives large blocks back as soon as they are free (MALLOC_MMAP_THRESHOLD_), as a GPU's allocator can use them again: glibc
+by itself keeps up to as much again.
 """
 
 import argparse
 import json
 import os
+import re
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -124,9 +130,33 @@ def measured(model, case):
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, max(tokens), longest[0]
 
 
+def anonymous_peak(model, count):
+    """Peak of the anonymous memory in bytes of two steps of mopd.py on four domains, taught by `count` different folders."""
+    domains = ("math", "code", "science", "instruction")
+    with tempfile.TemporaryDirectory(dir=Path(model).resolve().parent) as folder:
+        for name in range(count):  # links, as equal folders would be loaded once
+            shutil.copytree(model, f"{folder}/{name}", copy_function=os.link)
+        words = (
+            f"--model {model} --steps 2 --prompts_per_step 8 --max_completion_length 16 --save_every 0 --eval_limit 1"
+        )
+        words += f" --eval_samples 1 --device cpu --tokens_per_microbatch 1024 --out {folder}/run"
+        words += " --tasks " + " ".join(f"tiny:{domain}" for domain in domains)
+        words += " --teachers " + " ".join(f"{domain}={folder}/{place % count}" for place, domain in enumerate(domains))
+        run = subprocess.Popen([sys.executable, "mopd.py", *words.split()], cwd=ROOT, stdout=subprocess.DEVNULL)
+        peak = 0
+        while run.poll() is None:
+            found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{run.pid}/status").read_text())
+            peak = max(peak, 1024 * int(found[1]) if found else 0)
+            time.sleep(0.02)
+        if run.returncode:
+            sys.exit(f"mopd.py ended with {run.returncode}")
+    return peak
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", nargs="*", default=[])
+    parser.add_argument("--teachers", default="")
     parser.add_argument("--only", default="")
     parser.add_argument("--json", default="")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
@@ -135,6 +165,10 @@ def main():
         print("measured:", json.dumps(measured(args.measure[0], args.one)))
         return
     results = []
+    for count in (1, 2, 4) if args.teachers else ():
+        peak = anonymous_peak(args.teachers, count)
+        print(f"{count} teachers: {peak / 1e9:.3f} GB of anonymous memory", flush=True)
+        results.append({"teachers": count, "anonymous": peak})
     for model in args.measure:
         config = json.loads((Path(model) / "config.json").read_text())
         heads = config["num_attention_heads"]
@@ -145,7 +179,8 @@ def main():
             if args.only not in case:
                 continue
             command = [sys.executable, __file__, "--measure", model, "--one", case]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+            environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
             if done.returncode:
                 sys.exit(done.stderr[-2000:])
             peak, tokens, length = json.loads(done.stdout.split("measured:")[1])
@@ -161,7 +196,7 @@ def main():
                 flush=True,
             )
             results.append({"model": Path(model).name, "case": case, "measured": peak, "formula": parts})
-    for name, shape in {} if args.measure else SHAPES.items():
+    for name, shape in {} if args.measure or args.teachers else SHAPES.items():
         for label, how in {
             "all weights": dict(checkpointing=True),
             "all weights, MOPD": dict(checkpointing=True, teacher=True),
