@@ -11,9 +11,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verifiers import load_tasks, verify_batch
 
 TINY = Path(__file__).resolve().parent.parent / "tiny"
-spec = importlib.util.spec_from_file_location("tiny_make", TINY / "make.py")
-make = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(make)
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(f"tiny_{name}", TINY / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make = load_script("make")
 
 
 def rows(domain, split):
@@ -82,3 +89,12 @@ def test_base_and_tokenizer_load_and_round_trip():
     messages = [{"role": "user", "content": "Reverse: big dog"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert tokenizer.decode(ids) == "<|user|>Reverse: big dog<|assistant|>"
+
+
+def test_the_readme_shows_the_study():
+    """Every number of its table is one of tiny/study.json, which the study's command writes."""
+    study = load_script("study")
+    readme = (TINY.parent / "README.md").read_text(encoding="utf-8")
+    tables = json.loads((TINY / "study.json").read_text())["tables"]
+    table = readme.split(study.HEADLINE[0])[1].split(study.HEADLINE[1])[0].strip()
+    assert table == study.headline(tables) and table.count("\n") >= 16

@@ -4,7 +4,7 @@
 
 A number is the mean over the seeds. Brackets are 95 % intervals of a bootstrap over tasks, the same tasks drawn for every
 model and seed, so that differences are paired; parentheses hold the smallest and the largest seed. What stands in STUDY.md
-above the first table is kept: it is written by hand. The pictures show the first seed.
+above the first table is kept: it is written by hand. The pictures show the first seed. The README's table is written, too.
 """
 
 import json
@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 from eval import draw_pictures, end_to_end, estimates, interval, minus, own_flops, own_seconds, roles, share_kept  # noqa: E402
 
 MARK = "<!-- tables: python tiny/study.py -->"
+HEADLINE = ("<!-- table: python tiny/study.py -->", "<!-- end of the table -->")  # in README.md
 
 
 def over_seeds(rows):
@@ -104,6 +105,25 @@ def written(title, rows, columns, note=""):
     return f"### {title[0].upper()}{title[1:]}\n\n" + (note + "\n\n" if note else "") + "\n".join(lines)
 
 
+def headline(tables):
+    """The README's table: means over the seeds, and the average's interval over tasks and spread over seeds."""
+    avg, k = next((rows, title.split("@")[1]) for title, rows in tables.items() if title.startswith("avg@"))
+    cost = next(rows for title, rows in tables.items() if title.startswith("cost"))
+    kept = tables["share of the gain kept, %"]
+    lines = [f"| avg@{k} | math | code | science | instruction | average | gain kept | held-out | cost (FLOPs) |"]
+    lines += ["| --- |" + " ---: |" * 8]
+    for name, row in avg.items():
+        cells = [f"{row[domain]['mean']:.1f}" for domain in ("math", "code", "science", "instruction")]
+        whole = row["average"]
+        (low, high), seeds = whole["interval"], whole["seeds"]
+        cells += [f"{whole['mean']:.1f} [{low:.1f}, {high:.1f}] ({min(seeds):.1f}..{max(seeds):.1f})"]
+        cells += [f"{kept[name]['average']['mean']:.0f} %" if name in kept else ""]
+        cells += [f"{row['held-out']['mean']:.1f}" if "held-out" in row else ""]
+        cells += [f"{cost[name]['FLOPs']['mean']:.2f}" if name in cost else ""]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main():
     folders = sys.argv[1:]
     if not folders:
@@ -144,6 +164,10 @@ def main():
     study = ROOT / "tiny" / "STUDY.md"
     prose = study.read_text().split(MARK)[0] if study.exists() else "# The tiny study\n\n"
     study.write_text(prose + MARK + "\n\n" + "\n\n".join(text) + "\n")
+    readme = (ROOT / "README.md").read_text()
+    before, _, rest = readme.partition(HEADLINE[0])
+    after = rest.partition(HEADLINE[1])[2]
+    (ROOT / "README.md").write_text(f"{before}{HEADLINE[0]}\n\n{headline(tables)}\n\n{HEADLINE[1]}{after}")
     few = ["base", *trained, "merge-task_arithmetic", "mix", "mopd"]  # more would hide each other
     draw_pictures({name: results[0]["models"][name] for name in few}, ROOT / "tiny")
     print(f"{len(folders)} seeds: tiny/study.json, the tables of tiny/STUDY.md and the pictures beside it are written")
