@@ -154,7 +154,10 @@ def check_bounds(args, least, above_0):
 
 
 def settle_device(args):
-    """Fill in --device and --dtype where they are left to the machine, and refuse a device that it does not have."""
+    """Fill in --device and --dtype where they are left to the machine, and refuse what it does not have."""
+    track = getattr(args, "track", "")
+    if track and importlib.util.find_spec(track) is None:
+        stop(f"--track {track} needs it: pip install {track}")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         if torch.empty(0, device=args.device).device.type not in ("cuda", "cpu", "mps"):
@@ -1330,19 +1333,16 @@ class Saves:
 
 def tracker(args):
     """log(metrics) for the program that --track names."""
-    try:
-        if args.track == "wandb" and RANK == 0:
-            import wandb
+    if args.track == "wandb" and RANK == 0:
+        import wandb
 
-            run = wandb.init(project="rlvr", name=Path(args.out).name, dir=args.out, config=dataclasses.asdict(args))
-            return lambda metrics: run.log(metrics, step=metrics["step"])
-        if args.track == "tensorboard" and RANK == 0:
-            from torch.utils.tensorboard import SummaryWriter
+        run = wandb.init(project="rlvr", name=Path(args.out).name, dir=args.out, config=dataclasses.asdict(args))
+        return lambda metrics: run.log(metrics, step=metrics["step"])
+    if args.track == "tensorboard" and RANK == 0:
+        from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(args.out)
-            return lambda metrics: [writer.add_scalar(name, metrics[name], metrics["step"]) for name in metrics]
-    except ImportError:
-        stop(f"--track {args.track} needs it: pip install {args.track}")
+        writer = SummaryWriter(args.out)
+        return lambda metrics: [writer.add_scalar(name, metrics[name], metrics["step"]) for name in metrics]
     return lambda metrics: None
 
 

@@ -608,8 +608,8 @@ def main():
         add_json(out / "evals.jsonl", scores)
     before = scores if done == 0 else read_lines(out / "evals.jsonl")[0]
     gap_checked, saves, track = False, Saves(args), tracker(args)
-    shown = dict(initial=done, total=args.steps, unit="step", dynamic_ncols=True) | ({"disable": True} if rank else {})
-    progress = tqdm(range(done, args.steps), **shown)
+    bar = dict(initial=done, total=args.steps, unit="step", dynamic_ncols=True) | ({"disable": True} if rank else {})
+    progress = tqdm(range(done, args.steps), **bar)
     for step in progress:
         step_start, seconds = time.perf_counter(), {}
 

@@ -255,7 +255,7 @@ def test_track_wandb(call, toy, tmp_path, monkeypatch):  # noqa: F811
     """Against a stand-in: the real one wants an account."""
     told = []
     run = types.SimpleNamespace(log=lambda metrics, step: told.append((step, metrics["reward/mean"])))
-    fake = types.SimpleNamespace(init=lambda **how: told.append(how["config"]["steps"]) or run)
+    fake = types.SimpleNamespace(__spec__=object(), init=lambda **how: told.append(how["config"]["steps"]) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     code, errors, _ = call("mopd", tmp_path / "run", *flags_of(toy, "mopd", track="wandb"))
     assert code == 0, errors
@@ -264,9 +264,10 @@ def test_track_wandb(call, toy, tmp_path, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("program", ["wandb", "tensorboard"])
 def test_track_without_the_program(call, toy, tmp_path, monkeypatch, program):  # noqa: F811
-    monkeypatch.setitem(sys.modules, {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[program], None)
+    monkeypatch.setitem(sys.modules, program, None)
     code, errors, _ = call("grpo_expert", tmp_path / "run", *flags_of(toy, track=program))
     assert code == 2 and errors == [f"grpo_expert.py: --track {program} needs it: pip install {program}"]
+    assert not (tmp_path / "run").exists()
 
 
 # -------------------------------------------------------------------------------------------------------------- tasks
