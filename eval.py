@@ -35,6 +35,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 import zipfile
 from collections import Counter
 from contextlib import contextmanager
@@ -205,10 +206,16 @@ def model_folder(name):
 
 def base_folder(folder):
     """The folder of the whole model: of the one that a LoRA adapter belongs to, or `folder` itself."""
-    adapter = read_json(Path(folder) / "adapter_config.json")
-    if not adapter or os.path.exists(os.path.join(folder, "config.json")):
+    if os.path.exists(os.path.join(folder, "config.json")):
         return folder
-    return model_folder(adapter.get("base_model_name_or_path") or stop(f"{folder}: the adapter names no base model"))
+    if not os.path.exists(os.path.join(folder, "adapter_model.safetensors")):  # never a pickle
+        stop(f"{folder} holds no adapter_model.safetensors: give the folder of a LoRA adapter as peft saves it")
+    base = model_folder(read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path") or "")
+    if not os.path.exists(os.path.join(base, "config.json")):
+        stop(
+            f"{folder} is an adapter on the adapter {base}: merge that one first (merge.py --experts {base} --scale 1)"
+        )
+    return base
 
 
 def tokenizer_folder(folder):
@@ -219,6 +226,7 @@ def tokenizer_folder(folder):
 
 def peft():
     """The optional library of the adapters."""
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # an old name that peft uses
     try:
         import peft
     except ImportError:
@@ -253,7 +261,7 @@ def load_model(name, device):
         how = dict(use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **data)
         model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
         if adapter != folder:
-            model = peft().PeftModel.from_pretrained(model, adapter).merge_and_unload()
+            model = peft().PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
     if lost := [*info["missing_keys"], *info["mismatched_keys"]]:  # they would start at random
         stop(f"{name} lacks {len(lost)} tensors of its config.json, {lost[0]} for one: fetch or save it again")
     if broken := [key for key, weight in model.named_parameters() if not weight.isfinite().all()]:
@@ -277,6 +285,8 @@ def add_lora(model, args):
 
     What is frozen needs no float32: with bfloat16 it takes 2 bytes a parameter. The adapter itself is float32.
     """
+    if base_folder(folder := model_folder(args.model)) != folder:
+        stop(f"--model {args.model} is an adapter: merge it first (merge.py --experts {args.model} --scale 1)")
     size = dict(r=args.lora_rank, lora_alpha=args.lora_alpha or 2 * args.lora_rank)
     config = peft().LoraConfig(**size, target_modules="all-linear", task_type="CAUSAL_LM")
     model.name_or_path = os.path.abspath(args.model) if os.path.isdir(args.model) else args.model
@@ -1194,7 +1204,7 @@ def open_run(args):
         changed = {name: new[name] for name in new if old.get(name) != new[name]}
         if refused := [name for name in changed if name not in FREE]:
             stop(f"{out} was started with another --{', --'.join(refused)}: give the same, or choose another --out")
-    made = ("args.json", "cost.json", "model*", "adapter*", "bad-step-*", "state/step-*")
+    made = ("args.json", "cost.json", "model*", "adapter*", "bad-step-*", "state/step-*", "events.*")
     for pattern in made if args.overwrite else ():
         for path in out.glob(pattern):
             path.unlink()

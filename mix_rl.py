@@ -116,6 +116,8 @@ class Args:
             stop("--length_caps and --dynamic_sampling exclude each other")
         if self.epsilon >= 1:
             stop(f"--epsilon must be below 1, not {self.epsilon}")
+        if self.lora_alpha and not self.lora_rank:
+            stop("--lora_alpha has no effect without --lora_rank: give both")
         settle_device(self)
         self.out = self.out or f"runs/mix_rl-{time.strftime('%Y%m%d-%H%M%S')}"
 

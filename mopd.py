@@ -114,6 +114,8 @@ class Args:
             pairs
         ):
             stop("--teachers takes DOMAIN=folder pairs, one a domain: math=runs/math code=runs/code")
+        if self.lora_alpha and not self.lora_rank:
+            stop("--lora_alpha has no effect without --lora_rank: give both")
         settle_device(self)
         self.out = self.out or f"runs/mopd-{time.strftime('%Y%m%d-%H%M%S')}"
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,7 +11,8 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT
+import transformers
+from conftest import ROOT, save_toy_model
 from safetensors.torch import load_file
 from test_faults import Run, assert_same_run, call, flags_of, handlers, json_lines, slow_steps, toy, wait_for  # noqa: F401
 
@@ -228,6 +230,54 @@ def test_lora_in_bfloat16(call, toy, tmp_path):  # noqa: F811
     adapter = load_file(tmp_path / "run/adapter_model.safetensors")
     assert {weight.dtype for weight in adapter.values()} == {torch.float32}
     assert json_lines(tmp_path / "run/metrics.jsonl")[0]["policy/sampler_gap"] < 0.05
+
+
+def test_a_run_starts_from_an_adapter(call, toy, tmp_path):  # noqa: F811
+    """As from the model that it makes of its base: all weights are trained again; another adapter on it is refused."""
+    assert call("grpo_expert", tmp_path / "a", *lora_flags(toy))[0] == 0
+    flags = flags_of(toy, model=tmp_path / "a", steps=2)
+    code, errors, _ = call("grpo_expert", tmp_path / "b", *flags)
+    assert code == 0 and errors == []
+    before = evaluation.load_model(str(tmp_path / "a"), torch.device("cpu"))[0].state_dict()
+    after = load_file(tmp_path / "b/model.safetensors")
+    assert all(not torch.equal(before[name], after[name]) for name in after)
+    code, errors, _ = call("grpo_expert", tmp_path / "c", *flags, "--lora_rank", 2)
+    assert code == 2 and len(errors) == 1 and "is an adapter: merge it first" in errors[0]
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (dict(base="/nowhere"), "no model at /nowhere"),
+        (dict(base=""), "no model at "),
+        (dict(base="a"), "is an adapter on the adapter"),
+        (dict(pickle=True), "holds no adapter_model.safetensors"),
+        (dict(base="small"), "cannot load a causal language model"),
+    ],
+)
+def test_adapters_that_cannot_be(call, toy, tmp_path, damage, words):  # noqa: F811
+    assert call("grpo_expert", tmp_path / "a", *lora_flags(toy, steps=1))[0] == 0
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    if "base" in damage:
+        save_toy_model(tmp_path / "small", 0, vocab_size=9)
+        config = json.loads((tmp_path / "small/config.json").read_text())
+        smaller = transformers.LlamaConfig(**{**config, "intermediate_size": 16})
+        transformers.AutoModelForCausalLM.from_config(smaller).save_pretrained(tmp_path / "small")
+        base = {"a": str(tmp_path / "a"), "small": str(tmp_path / "small")}.get(damage["base"], damage["base"])
+        config = json.loads((tmp_path / "b/adapter_config.json").read_text()) | {"base_model_name_or_path": base}
+        (tmp_path / "b/adapter_config.json").write_text(json.dumps(config))
+    else:
+        weights = load_file(tmp_path / "b/adapter_model.safetensors")
+        (tmp_path / "b/adapter_model.safetensors").unlink()
+        torch.save(weights, tmp_path / "b/adapter_model.bin")
+    flags = ["--models", f"b={tmp_path / 'b'}", "--tasks", toy / "math.jsonl", "--k", 1]
+    code, errors, _ = call("eval", tmp_path / "eval", *flags)
+    assert code == 2 and len(errors) == 1 and words in errors[0], errors
+
+
+def test_lora_alpha_needs_a_rank(call, toy, tmp_path):  # noqa: F811
+    code, errors, _ = call("mopd", tmp_path / "run", *flags_of(toy, "mopd", lora_alpha=4))
+    assert code == 2 and errors == ["mopd.py: --lora_alpha has no effect without --lora_rank: give both"]
 
 
 def test_without_peft(call, toy, tmp_path, monkeypatch):  # noqa: F811
