@@ -4,7 +4,8 @@
 
 A number is the mean over the seeds. Brackets are 95 % intervals of a bootstrap over tasks, the same tasks drawn for every
 model and seed, so that differences are paired; parentheses hold the smallest and the largest seed. What stands in STUDY.md
-above the first table is kept: it is written by hand. The pictures show the first seed. The README's table is written, too.
+above the first table is kept: it is written by hand. The README's table is written,
+too, and pictures of the first seed to results/tiny.
 """
 
 import json
@@ -169,8 +170,10 @@ def main():
     after = rest.partition(HEADLINE[1])[2]
     (ROOT / "README.md").write_text(f"{before}{HEADLINE[0]}\n\n{headline(tables)}\n\n{HEADLINE[1]}{after}")
     few = ["base", *trained, "merge-task_arithmetic", "mix", "mopd"]  # more would hide each other
-    draw_pictures({name: results[0]["models"][name] for name in few}, ROOT / "tiny")
-    print(f"{len(folders)} seeds: tiny/study.json, the tables of tiny/STUDY.md and the pictures beside it are written")
+    draw_pictures({name: results[0]["models"][name] for name in few}, ROOT / "results" / "tiny")
+    print(
+        f"{len(folders)} seeds: tiny/study.json, the tables of tiny/STUDY.md and README.md, results/tiny/*.png are written"
+    )
 
 
 if __name__ == "__main__":
