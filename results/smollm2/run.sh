@@ -30,6 +30,6 @@ once mix python mix_rl.py $train --proportions uniform --tasks "$rules" openbook
     --steps 24 --prompts_per_step 12 --out "$OUT/mix"
 models="base=$MODEL constraints=$OUT/constraints science=$OUT/science merge=$OUT/merge mix=$OUT/mix mopd=$OUT/mopd"
 once eval python eval.py --models $models --tasks "$OUT/constraints-test.jsonl" openbookqa:test --data_dir "$DATA" \
-    --limit 100 --k 4 --max_completion_length 48 --out "$OUT/eval"
+    --limit 60 --k 4 --max_completion_length 48 --out "$OUT/eval"
 once other python eval.py --models $models --tasks gsm8k:test svamp:test ifeval --data_dir "$DATA" \
-    --limit 40 --k 1 --temperature 0 --max_completion_length 128 --out "$OUT/other"
+    --limit 24 --k 1 --temperature 0 --max_completion_length 128 --out "$OUT/other"
