@@ -353,3 +353,26 @@ def test_validation_share(call, toy, tmp_path, script):  # noqa: F811
     rows = [row for name in ("math", "code") for row in json_lines(toy / f"{name}-a.jsonl")]
     held = {row["prompt"] for row in evaluation.hold_out(rows, 0.4)[1]}
     assert held and not trained & held and "trained on" not in text
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_the_readme_says_what_fits_on_which_gpu():
+    """Its table is what the formula gives, and the formula is what can be counted by hand for one model."""
+    path = ROOT / "tests" / "bench" / "bench_memory.py"
+    bench = types.ModuleType("bench_memory")
+    bench.__file__ = str(path)
+    exec(path.read_text(), bench.__dict__)
+    table = (
+        (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- table: python tests/bench/bench_memory.py -->")[1]
+    )
+    assert table.split("<!--")[0].strip() == bench.recipes()
+    # Qwen2.5-0.5B as its config.json has it: biases and norms, which the formula leaves out, are 0.02 % of it
+    N = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864) + 151936 * 896
+    parts = bench.memory(bench.SHAPES["Qwen2.5-0.5B"], slots=64, length=1536, tokens=8192, beta=0.1)
+    assert parts["weights"] + parts["gradients"] + parts["Adam"] == 16 * N and abs(N / 494.0e6 - 1) < 1e-3
+    assert parts["reference"] == 4 * N and parts["bfloat16 copy"] == 2 * N
+    assert parts["keys and values"] == 64 * 1536 * 24 * 2 * (2 * 64) * 2
+    lora = bench.memory(bench.SHAPES["Qwen2.5-0.5B"], slots=64, length=1536, tokens=8192, beta=0.1, lora_rank=32)
+    assert lora["reference"] == 0 and lora["Adam"] < 0.05 * parts["Adam"]

@@ -75,6 +75,33 @@ def memory(shape, *, slots, length, tokens, bf16=True, lora_rank=0, beta=0.0, te
     return {**parts, "peak": always + max(train, sample)}
 
 
+GPUS = (16, 24, 48, 80)  # GB
+SETTINGS = {  # from roomy to tight, by the name that the README gives them
+    "A": dict(slots=256, tokens=16384),
+    "B": dict(slots=64, tokens=8192),
+    "C": dict(slots=256, tokens=16384, lora_rank=32),
+    "D": dict(slots=64, tokens=8192, lora_rank=32),
+    "E": dict(slots=16, tokens=4096, lora_rank=32),
+}
+
+
+def recipes():
+    """The README's table: for each model and GPU the roomiest setting that leaves a tenth of the memory free, and its peak."""
+    lines = [
+        "| model | run | " + " | ".join(f"{size} GB" for size in GPUS) + " |",
+        "| --- | --- |" + " --- |" * len(GPUS),
+    ]
+    for name, shape in SHAPES.items():
+        for run, extra in {"RL": {"beta": 0.001}, "MOPD": {"teacher": True}}.items():
+            peaks = {
+                label: memory(shape, length=1536, checkpointing=True, **extra, **how)["peak"] / 1e9
+                for label, how in SETTINGS.items()
+            }
+            fits = [[f"{label}, {peak:.1f}" for label, peak in peaks.items() if peak <= 0.9 * size] for size in GPUS]
+            lines.append(f"| {name} | {run} | " + " | ".join((cell or ["none"])[0] for cell in fits) + " |")
+    return "\n".join(lines)
+
+
 CASES = {  # of --measure: script and flags; a step of P x G completions of T tokens each
     "all weights": ("grpo_expert", dict(P=4, G=8, T=96), {}),
     "all weights, beta": ("grpo_expert", dict(P=4, G=8, T=96), {"beta": 0.04}),
@@ -108,18 +135,7 @@ def measured(model, case):
     folder = tempfile.mkdtemp()
     words = ["--model", model, "--tasks", "tiny:instruction:train", "--out", f"{folder}/run", "--steps", "1"]
     words += ["--prompts_per_step", size["P"], "--num_generations", size["G"], "--max_completion_length", size["T"]]
-    words += [
-        "--device",
-        "cpu",
-        "--save_every",
-        "0",
-        "--tokens_per_microbatch",
-        "2048",
-        "--eval_limit",
-        "1",
-        "--eval_samples",
-        "1",
-    ]
+    words += "--device cpu --save_every 0 --tokens_per_microbatch 2048 --eval_limit 1 --eval_samples 1".split()
     words += [part for name, value in flags.items() for part in (f"--{name}", value) if part is not None]
     words += ["--teachers", f"instruction={model}"] if script_name == "mopd" else []
     sys.argv = [script_name, *map(str, words)]
@@ -196,18 +212,8 @@ def main():
                 flush=True,
             )
             results.append({"model": Path(model).name, "case": case, "measured": peak, "formula": parts})
-    for name, shape in {} if args.measure or args.teachers else SHAPES.items():
-        for label, how in {
-            "all weights": dict(checkpointing=True),
-            "all weights, MOPD": dict(checkpointing=True, teacher=True),
-            "LoRA r 32": dict(checkpointing=True, lora_rank=32),
-            "LoRA r 32, MOPD": dict(checkpointing=True, lora_rank=32, teacher=True),
-        }.items():
-            parts = memory(shape, slots=64, length=1536, tokens=8192, **how)
-            print(
-                f"{name:14s} {label:20s} {parts['peak'] / 1e9:6.1f} GB   "
-                + "  ".join(f"{part} {value / 1e9:.1f}" for part, value in parts.items() if value and part != "peak")
-            )
+    if not (args.measure or args.teachers):
+        print(recipes())
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
 
