@@ -99,6 +99,7 @@ class Run:
                 sys.stdout = sys.stderr = open(handle, "w", buffering=1)
                 os.chdir(ROOT)
                 sys.argv = [f"{script}.py", *map(str, flags), "--out", str(out)]
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
                 prepare()
                 evaluation.run(importlib.import_module(script).main)
                 code = 0
