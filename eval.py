@@ -30,6 +30,7 @@ import os
 import pickle
 import re
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -56,7 +57,8 @@ from transformers.hf_argparser import HfArg
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from verifiers import (
-    VERIFIERS, TaskError, claims, final_answer, load_tasks, parse_choice_answer, strip_thinking, verify_batch,
+    PRESETS, VERIFIERS, TaskError, claims, final_answer, is_test_set, load_tasks, parse_choice_answer, strip_thinking,
+    verify_batch,
 )  # fmt: skip
 
 # GPU hours from end to end in arXiv 2608.27409, in units of experts + Merge
@@ -104,7 +106,7 @@ class Args:
     models: list[str] = HfArg(default_factory=lambda: ["base=tiny/base"], help="NAME=folder or hub id, the base first; an expert is named like its domain")
     tasks: list[str] = HfArg(default_factory=lambda: ["tiny:test"], help="presets (tiny:test, gsm8k:test) or files (.jsonl .json .parquet .csv)")
     k: int = HfArg(default=16, help="completions a task; time grows with it")
-    limit: int = HfArg(default=0, help="tasks of each entry of --tasks, drawn with --seed; 0: all")
+    limit: int = HfArg(default=0, help="tasks of each entry of --tasks (tiny:test is one, of six domains), drawn with --seed; 0: all")
     temperature: float = HfArg(default=1.0, help="sampling temperature; 0 is greedy")
     top_p: float = HfArg(default=1.0, help="sample from the smallest set of tokens with this mass; 1: off")
     top_k: int = HfArg(default=0, help="sample from this many most likely tokens; 0: off")
@@ -201,7 +203,10 @@ def model_folder(name):
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
     except (OSError, ValueError) as error:
-        stop(f"no model at {name}: give a folder, or a hub id that this machine can reach ({type(error).__name__})")
+        made = "`bash speedrun.sh` makes it; or " * name.startswith("runs/speedrun/")
+        stop(
+            f"no model at {name}: {made}give a folder, or a hub id that this machine can reach ({type(error).__name__})"
+        )
 
 
 def base_folder(folder):
@@ -213,7 +218,7 @@ def base_folder(folder):
     base = model_folder(read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path") or "")
     if not os.path.exists(os.path.join(base, "config.json")):
         stop(
-            f"{folder} is an adapter on the adapter {base}: merge that one first (merge.py --experts {base} --scale 1)"
+            f"{folder} is an adapter on the adapter {base}: merge that one first (merge.py --base ... --experts {base} --scale 1)"
         )
     return base
 
@@ -286,7 +291,9 @@ def add_lora(model, args):
     What is frozen needs no float32: with bfloat16 it takes 2 bytes a parameter. The adapter itself is float32.
     """
     if base_folder(folder := model_folder(args.model)) != folder:
-        stop(f"--model {args.model} is an adapter: merge it first (merge.py --experts {args.model} --scale 1)")
+        stop(
+            f"--model {args.model} is an adapter: merge it first (merge.py --base ... --experts {args.model} --scale 1)"
+        )
     size = dict(r=args.lora_rank, lora_alpha=args.lora_alpha or 2 * args.lora_rank)
     config = peft().LoraConfig(**size, target_modules="all-linear", task_type="CAUSAL_LM")
     model.name_or_path = os.path.abspath(args.model) if os.path.isdir(args.model) else args.model
@@ -324,7 +331,7 @@ def encode_prompt(tokenizer, prompt, system="", suffix="", thinking=""):
 def load_prompts(specs, tokenizer, max_prompt_length, args, limit=None, seed=0):
     """The tasks of `specs`, each with its prompt's token ids under "ids"; prompts that are too long are left out."""
     tasks, suffixes = [], dict(pair.partition("=")[::2] for pair in args.prompt_suffix)
-    if wrong := [verifier for verifier in suffixes if verifier not in VERIFIERS]:
+    if wrong := [verifier for verifier, text in suffixes.items() if verifier not in VERIFIERS or not text]:
         stop(f"--prompt_suffix {wrong[0]}: give VERIFIER=TEXT, with one of {', '.join(VERIFIERS)}")
     for spec in specs:
         try:
@@ -1372,6 +1379,21 @@ def bad_step(out, step, bad_steps, batch, limit):
     tqdm.write(f"step {step}: the gradient is not finite, so no update is made; the batch lies in {path}")
 
 
+def next_command(args, model):
+    """The evaluation of a run's model beside its base, on what the run was validated on and with its prompts."""
+    words = ["python eval.py --models", f"base={args.model}", model]
+    if any(spec.split(":")[0] != "tiny" for spec in args.tasks):
+        words += ["--tasks", *(args.eval_tasks or ["TEST.jsonl"])]
+    usual = dict(max_completion_length=48, data_dir="", system_prompt="", prompt_suffix=[], enable_thinking="")
+    for flag in usual:
+        if (value := getattr(args, flag)) != usual[flag]:
+            words += [
+                f"--{flag}",
+                *(shlex.quote(str(part)) for part in (value if flag == "prompt_suffix" else [value])),
+            ]
+    return " ".join(words)
+
+
 def run_cost(folder):
     """The cost.json of the run that made a model, {} where there is none (a model that was not trained here)."""
     return read_json(Path(folder) / "cost.json")
@@ -1398,9 +1420,16 @@ def main():
         stop(error)
     if any((out := Path(args.out)).joinpath(name).exists() for name in ("args.json", "config.json")):
         stop(f"--out {out} holds a model, whose samples.jsonl would be lost: choose another folder")
+    for spec in args.tasks:
+        name, _, split = spec.partition(":")
+        if name in (*PRESETS, "tiny") and not is_test_set(spec) and "validation" not in split:
+            print(f"{spec} names training tasks; those of another split are e.g. {name}:test")
     lock_folder(out / "models")
     apart = ("models", "chosen_by", "out", "slots", "device")  # what does not change a completion
     settings = {name: value for name, value in dataclasses.asdict(args).items() if name not in apart}
+    before = read_json(out / "eval.json").get("settings", {})
+    if changed := [name for name in settings if before.get(name, settings[name]) != settings[name]]:
+        print(f"{out} held an evaluation with other settings ({', '.join(changed)}): this one replaces it")
     chosen_by = dict(pair.split("=", 1) for pair in args.chosen_by)
     models, completions = {}, []
     for name, folder in tqdm(folders.items(), unit="model", dynamic_ncols=True):

@@ -6,7 +6,8 @@ down by how much better it did than its group:
     A_i  = r_i - mean(r_1..r_G)                          the group is the baseline, no value network
     loss = -1/N * sum_i sum_t min(rho*A_i, clip(rho, 1-eps, 1+eps_high)*A_i),   rho = pi(token) / pi_old(token)
 
-with N the completion tokens of the whole batch. Sources: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476,
+with N the completion tokens of the whole batch; by default A is also divided by the group's standard deviation
+(--scale_rewards none: as above). Sources: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476,
 and for A without a standard deviation the paper this project follows, 2608.27409.
 
 Left out: asynchronous rollouts, a value network, models that need several GPUs each. Dropout is off in training too, so
@@ -38,8 +39,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
     Saves, add_json, add_lora, bad_step, cache_fits, check_bounds, evaluate, gather, hold_out, join_processes,
-    load_model, load_prompts, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model, say_overlap,
-    settle_device, stop, sum_gradients, sum_numbers, timed, tracker, write_json,
+    load_model, load_prompts, next_command, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model,
+    say_overlap, settle_device, stop, sum_gradients, sum_numbers, timed, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
 
@@ -63,12 +64,12 @@ class Args:
     temperature: float = HfArg(default=1.0, help="sampling temperature, also of the log-probabilities that are trained")
     learning_rate: float = HfArg(default=7e-4, help="peak AdamW rate; the default suits the tiny world, real models want about 1e-6")
     warmup_steps: int = HfArg(default=3, help="steps of linear warm-up")
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, to 0 at the last step")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, down to 0 where a next step would be")
     lora_rank: int = HfArg(default=0, help="train a LoRA adapter of this rank instead of all weights (pip install peft; arXiv 2608.27409: 32); 0: all weights")
     lora_alpha: float = HfArg(default=0, help="LoRA: the adapter is scaled by alpha / rank; 0: twice the rank")
     max_grad_norm: float = HfArg(default=1.0, help="the gradient is scaled down to this norm")
     weight_decay: float = HfArg(default=0.0, help="AdamW's decoupled weight decay")
-    beta: float = HfArg(default=0.0, help="weight of the KL to the starting model; above 0 a second, frozen copy is in memory")
+    beta: float = HfArg(default=0.0, help="weight of the KL to the starting model; above 0 a second, frozen copy is in memory (with LoRA none)")
     epsilon: float = HfArg(default=0.2, help="lower clip: no push below ratio 1 - epsilon")
     epsilon_high: float = HfArg(default=0.28, help="upper clip: no push above ratio 1 + epsilon_high (DAPO's clip-higher)")
     scale_rewards: Literal["none", "group", "batch"] = HfArg(default="group", help="divide advantages by this standard deviation (the paper: none)")
@@ -88,8 +89,8 @@ class Args:
     train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
-    validation_share: float = HfArg(default=0, help="share of --tasks that is held out, by a hash of the prompt, and scored as eval_tasks are")
-    eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
+    validation_share: float = HfArg(default=0, help="share of --tasks that is held out, by a hash of the prompt, and scored together with eval_tasks")
+    eval_samples: int = HfArg(default=4, help="completions a task, at temperature 1, when eval_tasks are scored")
     eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
     eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
     save_every: int = HfArg(default=20, help="steps between saves of the state that --resume continues from; 0: never")
@@ -688,12 +689,13 @@ def main():
     cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": {}}
     write_json(out / "cost.json", cost)
     rewards = [row["reward/mean"] for row in read_lines(out / "metrics.jsonl")]
+    first, last = (sum(some) / len(some) for some in (rewards[:5], rewards[-5:]))
     before, *_, after = read_lines(out / "evals.jsonl")
     change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after if name != "step")
     print(
-        f"Learnt: reward {rewards[0]:.3f} -> {rewards[-1]:.3f} on training prompts"
+        f"Learnt: reward {first:.3f} -> {last:.3f} on training prompts (means of 5 steps)"
         + (f"; validation avg@{args.eval_samples} {change}" if change else "")
-        + f"\nThe model lies in {out}. Next: python eval.py --models base={args.model} {tasks[0]['domain']}={out}"
+        + f"\nThe model lies in {out}. Next: {next_command(args, f'{next(iter(domains))}={out}')}"
     )
 
 

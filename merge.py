@@ -547,6 +547,10 @@ def vocabulary(folder):
 def check_expert(args, expert, folder, base_folder, base):
     """Stop where an expert cannot be the base plus a task vector -> its tensors; `base`: those of the base."""
     adapter = read_json(Path(folder) / "adapter_config.json")
+    # A run folder names what it started from, and an adapter its base.
+    start = read_json(Path(folder) / "args.json").get("model") or adapter.get("base_model_name_or_path") or args.base
+    if os.path.isdir(start) and os.path.realpath(start) != os.path.realpath(base_folder):
+        stop(f"{expert} was trained from {start}, not from {args.base}: give --base {start}")
     tensors = adapter_tensors(folder, base) if adapter else model_tensors(folder)
     if missing := [name for name in base if name not in tensors]:
         stop(f"{expert} lacks {missing[0]} ({len(missing)} of the base's tensors in all): is it a whole model?")
@@ -560,10 +564,6 @@ def check_expert(args, expert, folder, base_folder, base):
     for key in ("model_type", "num_attention_heads", "num_key_value_heads", "rope_theta"):
         if key in ours.keys() & theirs.keys() and ours[key] != theirs[key]:
             stop(f"{expert}/config.json: {key} is {theirs[key]}, in the base {ours[key]}: not the same model")
-    # A run folder names what it started from, and an adapter its base.
-    start = read_json(Path(folder) / "args.json").get("model") or adapter.get("base_model_name_or_path") or args.base
-    if os.path.isdir(start) and os.path.realpath(start) != os.path.realpath(base_folder):
-        stop(f"{expert} was trained from {start}, not from {args.base}: give --base {start}")
     ours, theirs = text_files(base_folder), text_files(folder)
     for name in sorted(theirs if adapter else ours.keys() | theirs.keys()):  # an adapter may leave them to its base
         same = ours.get(name) == theirs.get(name) or args.ignore_tokenizer
@@ -879,7 +879,8 @@ def main():
     print(f"{done} in {seconds:.1f} s: {', '.join(map(str, outs))}")
     if args.method not in ("", "lora_concat"):
         names = [f"merge-{args.method}" + f"-{scale}" * (len(outs) > 1) for scale in args.scale]
-        print(f"Next: python eval.py --models base={args.base} {' '.join(f'{n}={out}' for n, out in zip(names, outs))}")
+        models = " ".join(f"{n}={out}" for n, out in zip(names, outs))
+        print(f"Next: python eval.py --models base={args.base} {models}" + " --tasks ..." * (args.base != "tiny/base"))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
     Saves, add_json, add_lora, bad_step, cache_fits, check_bounds, evaluate, gather, hold_out, join_processes,
-    load_model, load_prompts, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model, say_overlap,
-    settle_device, stop, sum_gradients, sum_numbers, timed, tracker, write_json,
+    load_model, load_prompts, next_command, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model,
+    say_overlap, settle_device, stop, sum_gradients, sum_numbers, timed, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
 
@@ -53,7 +53,7 @@ class Args:
     # new to mix_rl:
     proportions: list[str] = HfArg(default_factory=lambda: ["natural"], help="how often each domain is drawn: natural (by its number of tasks), uniform, temperature=2 (flatter than natural), dads (by what still fails), or weights: math=2 code=1 ...")
     reward_weights: list[str] = HfArg(default_factory=list, help="math=2 ...: factor on a domain's advantages, 1 where none is given (on rewards themselves a division by their deviation would cancel it)")
-    length_caps: list[str] = HfArg(default_factory=list, help="math=64 ...: tokens sampled at the most in a domain, max_completion_length where none is given")
+    length_caps: list[str] = HfArg(default_factory=list, help="math=32 ...: tokens sampled at the most in a domain, max_completion_length where none is given")
     eval_tasks: list[str] = HfArg(default_factory=list, help="tasks scored before and after training; empty: the validation split of a tiny preset, else none")
     out: str = HfArg(default="", help="run folder; empty: runs/<script>-<time>")
     seed: int = HfArg(default=0, help="seed of the domains drawn, the task order and every sample")
@@ -66,12 +66,12 @@ class Args:
     temperature: float = HfArg(default=1.0, help="sampling temperature, also of the log-probabilities that are trained")
     learning_rate: float = HfArg(default=7e-4, help="peak AdamW rate; the default suits the tiny world, real models want about 1e-6")
     warmup_steps: int = HfArg(default=3, help="steps of linear warm-up")
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, to 0 at the last step")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, down to 0 where a next step would be")
     lora_rank: int = HfArg(default=0, help="train a LoRA adapter of this rank instead of all weights (pip install peft; arXiv 2608.27409: 32); 0: all weights")
     lora_alpha: float = HfArg(default=0, help="LoRA: the adapter is scaled by alpha / rank; 0: twice the rank")
     max_grad_norm: float = HfArg(default=1.0, help="the gradient is scaled down to this norm")
     weight_decay: float = HfArg(default=0.0, help="AdamW's decoupled weight decay")
-    beta: float = HfArg(default=0.0, help="weight of the KL to the starting model; above 0 a second, frozen copy is in memory")
+    beta: float = HfArg(default=0.0, help="weight of the KL to the starting model; above 0 a second, frozen copy is in memory (with LoRA none)")
     epsilon: float = HfArg(default=0.2, help="lower clip: no push below ratio 1 - epsilon")
     epsilon_high: float = HfArg(default=0.28, help="upper clip: no push above ratio 1 + epsilon_high (DAPO's clip-higher)")
     scale_rewards: Literal["none", "group", "batch", "domain"] = HfArg(default="group", help="divide advantages by this standard deviation, domain: of all rewards of the domain in the batch (the paper: none)")
@@ -91,8 +91,8 @@ class Args:
     train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
-    validation_share: float = HfArg(default=0, help="share of --tasks that is held out, by a hash of the prompt, and scored as eval_tasks are")
-    eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
+    validation_share: float = HfArg(default=0, help="share of --tasks that is held out, by a hash of the prompt, and scored together with eval_tasks")
+    eval_samples: int = HfArg(default=4, help="completions a task, at temperature 1, when eval_tasks are scored")
     eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
     eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
     save_every: int = HfArg(default=20, help="steps between saves of the state that --resume continues from; 0: never")
@@ -500,7 +500,7 @@ def domain_weights(proportions, sizes):
         weights = {domain: size**power for domain, size in sizes.items()}
     else:
         weights = by_domain("proportions", proportions, sizes, 0.0)
-        if missing := [domain for domain in sizes if f"{domain}=" not in " ".join(proportions)]:
+        if missing := [domain for domain in sizes if domain not in {pair.partition("=")[0] for pair in proportions}]:
             stop(f"--proportions gives no weight to {missing[0]}: write {missing[0]}=0 to leave it out")
     if not 0 < sum(weights.values()) < math.inf:
         stop("--proportions must leave a weight above 0 to at least one domain")
@@ -592,7 +592,7 @@ def main():
     if args.length_caps and world > 1:
         stop("--length_caps takes one process: start it without torchrun")
     if not all(1 <= cap <= args.max_completion_length for cap in caps.values()):
-        stop("--length_caps must lie between 1 and --max_completion_length")
+        stop(f"--length_caps must lie between 1 and --max_completion_length, {args.max_completion_length}")
     eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
     eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args, args.eval_limit) + held[: args.eval_limit]
     say_overlap(tasks, eval_tasks)
@@ -821,12 +821,13 @@ def main():
     cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": {}}
     write_json(out / "cost.json", cost)
     rewards = [row["reward/mean"] for row in read_lines(out / "metrics.jsonl")]
+    first, last = (sum(some) / len(some) for some in (rewards[:5], rewards[-5:]))
     before, *_, after = read_lines(out / "evals.jsonl")
     change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after if name != "step")
     print(
-        f"Learnt: reward {rewards[0]:.3f} -> {rewards[-1]:.3f} on training prompts"
+        f"Learnt: reward {first:.3f} -> {last:.3f} on training prompts (means of 5 steps)"
         + (f"; validation avg@{args.eval_samples} {change}" if change else "")
-        + f"\nThe model lies in {out}. Next: python eval.py --models base={args.model} mix={out}"
+        + f"\nThe model lies in {out}. Next: {next_command(args, f'mix={out}')}"
     )
 
 

@@ -39,9 +39,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
     Saves, add_json, add_lora, bad_step, base_folder, cache_fits, check_bounds, evaluate, gather, hold_out,
-    join_processes, load_model, load_prompts, loading, model_folder, open_run, parse_args, peak_gb, peft, read_lines,
-    run, run_cost, sample_hf, save_model, say_overlap, settle_device, stop, sum_gradients, sum_numbers, timed,
-    tokenizer_folder, tracker, write_json,
+    join_processes, load_model, load_prompts, loading, model_folder, next_command, open_run, parse_args, peak_gb,
+    peft, read_lines, run, run_cost, sample_hf, save_model, say_overlap, settle_device, stop, sum_gradients,
+    sum_numbers, timed, tokenizer_folder, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
 
@@ -62,7 +62,7 @@ class Args:
     domain_weight: Literal["tokens", "rows", "equal"] = HfArg(default="tokens", help="who weighs what: each token alike (long domains weigh more), each row alike, or each domain alike")
     eval_tasks: list[str] = HfArg(default_factory=list, help="tasks scored before and after training; empty: the validation split of a tiny preset, else none")
     out: str = HfArg(default="", help="run folder; empty: runs/<script>-<time>")
-    seed: int = HfArg(default=0, help="seed of the domains drawn, the task order and every sample")
+    seed: int = HfArg(default=0, help="seed of the task order and of every sample")
     steps: int = HfArg(default=60, help="sample-score-update rounds")
     prompts_per_step: int = HfArg(default=64, help="P, prompts a step; the batch is P * num_generations completions")
     num_generations: int = HfArg(default=1, help="G, completions a prompt; more prompts usually teach more than more completions")
@@ -71,7 +71,7 @@ class Args:
     temperature: float = HfArg(default=1.0, help="sampling temperature; the KL is taken at 1 whatever it is")
     learning_rate: float = HfArg(default=7e-4, help="peak AdamW rate; the default suits the tiny world, real models want about 1e-6")
     warmup_steps: int = HfArg(default=3, help="steps of linear warm-up")
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, to 0 at the last step")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = HfArg(default="linear", help="decay after the warm-up, down to 0 where a next step would be")
     lora_rank: int = HfArg(default=0, help="train a LoRA adapter of this rank instead of all weights (pip install peft; arXiv 2608.27409: 32); 0: all weights")
     lora_alpha: float = HfArg(default=0, help="LoRA: the adapter is scaled by alpha / rank; 0: twice the rank")
     max_grad_norm: float = HfArg(default=1.0, help="the gradient is scaled down to this norm")
@@ -87,8 +87,8 @@ class Args:
     train_on_test_sets: bool = HfArg(default=False, help="allow presets that the field keeps for testing in --tasks")
     device: str = HfArg(default="", help="cuda, cpu or mps; empty: cuda where there is one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16"] = HfArg(default="auto", help="of sampling and of the matrix products in training; the trained weights stay float32. auto: bfloat16 where the GPU has it")
-    validation_share: float = HfArg(default=0, help="share of --tasks that is held out, by a hash of the prompt, and scored as eval_tasks are")
-    eval_samples: int = HfArg(default=4, help="completions a task when eval_tasks are scored")
+    validation_share: float = HfArg(default=0, help="share of --tasks that is held out, by a hash of the prompt, and scored together with eval_tasks")
+    eval_samples: int = HfArg(default=4, help="completions a task, at temperature 1, when eval_tasks are scored")
     eval_limit: int = HfArg(default=64, help="tasks scored of each entry of eval_tasks")
     eval_every: int = HfArg(default=0, help="score eval_tasks every so many steps too; 0: before and after only")
     save_every: int = HfArg(default=20, help="steps between saves of the state that --resume continues from; 0: never")
@@ -779,6 +779,7 @@ def main():
     cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": reused}
     write_json(out / "cost.json", cost)
     rewards = [row["reward/mean"] for row in read_lines(out / "metrics.jsonl")]
+    first, last = (sum(some) / len(some) for some in (rewards[:5], rewards[-5:]))
     after = read_lines(out / "evals.jsonl")[-1]
     change = ", ".join(
         f"{name} {before[name]:.3f} -> {after[name]:.3f}"
@@ -787,9 +788,9 @@ def main():
         if name in before and name != "step"
     )
     print(
-        f"Learnt: reward {rewards[0]:.3f} -> {rewards[-1]:.3f} on training prompts"
+        f"Learnt: reward {first:.3f} -> {last:.3f} on training prompts (means of 5 steps)"
         + (f"; validation avg@{args.eval_samples} {change}" if change else "")
-        + f"\nThe model lies in {out}. Next: python eval.py --models base={args.model} mopd={out}"
+        + f"\nThe model lies in {out}. Next: {next_command(args, f'mopd={out}')}"
     )
 
 

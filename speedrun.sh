@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole comparison on the tiny world: base -> experts -> merge, mix, MOPD -> one table.
 #
-#   bash speedrun.sh                     results under runs/speedrun, about 8 minutes on 2 cores
+#   bash speedrun.sh                     results under runs/speedrun, about 9 minutes on 2 cores
 #   SEED=1 OUT=runs/seed1 bash speedrun.sh
 #   STEPS=6 bash speedrun.sh             a tenth of the training: does everything run?
 #   METHODS="ties sce" MIXES="uniform dads" KLS="full sampled" bash speedrun.sh    other variants of each paradigm

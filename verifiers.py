@@ -2732,10 +2732,15 @@ def main(path):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         worker_main(*sys.argv[2:])
-    elif len(sys.argv) != 2:
-        sys.exit("verifiers.py: python verifiers.py FILE.jsonl (rows with verifier, completion, answer[, expected])")
+    elif len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
+        print(
+            "verifiers.py: python verifiers.py FILE.jsonl (rows with verifier, completion, answer[, expected])",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     else:
         try:
             main(sys.argv[1])
         except TaskError as error:
-            sys.exit(f"verifiers.py: {error}")
+            print(f"verifiers.py: {error}", file=sys.stderr)
+            sys.exit(2)

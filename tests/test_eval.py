@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -582,6 +583,38 @@ def test_prompt_suffix_is_by_verifier(evaluation, toy, monkeypatch):
     args = evaluation.Args(prompt_suffix=["choice=Answer: X"], system_prompt="s", enable_thinking="on")
     evaluation.load_prompts([str(toy / "two.jsonl")], tokenizer, 10, args)
     assert shown == [("s", "Answer: X", "on"), ("s", None, "on")]
+
+
+@pytest.mark.parametrize("pair", ["exact", "exact=", "=text", "arithmetic=text"])
+def test_a_suffix_that_would_reach_nobody_is_refused(evaluation, tiny_base, pair, capsys):
+    args = evaluation.Args(prompt_suffix=[pair])
+    with pytest.raises(SystemExit) as stopped:
+        evaluation.load_prompts(["tiny:math"], None, 10, args)
+    assert stopped.value.code == 2 and "VERIFIER=TEXT" in capsys.readouterr().err
+
+
+def test_what_to_type_next_is_the_run_s_own_evaluation(evaluation):
+    usual = dict(model="m", tasks=["tiny:math"], eval_tasks=[], max_completion_length=48, data_dir="", system_prompt="")
+    usual |= dict(prompt_suffix=[], enable_thinking="")
+    args = types.SimpleNamespace(**usual)
+    assert evaluation.next_command(args, "math=runs/m") == "python eval.py --models base=m math=runs/m"
+    args = types.SimpleNamespace(**usual | dict(tasks=["tiny:math", "own.jsonl"], prompt_suffix=["math=Box it."]))
+    assert evaluation.next_command(args, "mix=r").endswith("mix=r --tasks TEST.jsonl --prompt_suffix 'math=Box it.'")
+    args = types.SimpleNamespace(**usual | dict(tasks=["gsm8k"], eval_tasks=["gsm8k:test"], max_completion_length=512))
+    assert evaluation.next_command(args, "e=r").endswith("e=r --tasks gsm8k:test --max_completion_length 512")
+
+
+def test_training_tasks_and_a_replaced_evaluation_are_said(evaluation, toy, tmp_path, monkeypatch, capsys):
+    def said(*flags):
+        flags = ["--models", f"base={toy / 'base'}", "--limit", "2", "--out", tmp_path / "e", "--device", "cpu", *flags]
+        monkeypatch.setattr(sys, "argv", ["eval.py", "--max_completion_length", "2", *map(str, flags)])
+        evaluation.main()
+        return capsys.readouterr().out
+
+    assert "tiny:math names training tasks" in said("--tasks", "tiny:math", "--k", "1")
+    again = said("--tasks", "tiny:math:test", "tiny:code:validation", "--k", "2")
+    assert "training tasks" not in again and "with other settings (tasks, k)" in again
+    assert "other settings" not in said("--tasks", "tiny:math:test", "tiny:code:validation", "--k", "2")
 
 
 def test_evaluate_the_tiny_base(evaluation, tiny_base):

@@ -173,6 +173,8 @@ def test_domain_weights(mix):
     sizes = {"math": 60, "code": 30, "science": 10}
     assert mix.domain_weights(["natural"], sizes) == pytest.approx({"math": 0.6, "code": 0.3, "science": 0.1})
     assert mix.domain_weights(["uniform"], sizes) == pytest.approx(dict.fromkeys(sizes, 1 / 3))
+    with pytest.raises(SystemExit):  # hardmath=1 is no weight of math
+        mix.domain_weights(["hardmath=1"], {"math": 1, "hardmath": 1})
     explicit = mix.domain_weights(["science=1", "math=2.5", "code=0"], sizes)
     assert explicit == pytest.approx({"math": 2.5 / 3.5, "code": 0, "science": 1 / 3.5})
     assert list(explicit) == list(sizes)

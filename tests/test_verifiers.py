@@ -428,7 +428,7 @@ def test_the_command_line(tmp_path):
     assert "1 wrongly paid" in run.stderr and "1 wrongly refused" in run.stderr and run.returncode == 0
     path.write_text('{"verifier": "math"}\n')
     run = subprocess.run([sys.executable, verifiers.__file__, str(path)], capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "rows.jsonl:1" in run.stderr
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "rows.jsonl:1" in run.stderr
 
 
 def test_the_import_is_light():
