@@ -11,9 +11,9 @@ For each task n completions are drawn and c of them are right; everything in the
 
 A model named like a domain (math=...) counts as that domain's expert. Held-out domains are those whose task rows say
 so; they stay out of the average. A model scored before under the same settings is read from --out, not sampled again,
-so an evaluation continues after an interruption and grows by a model. What chose a model, e.g. the scale of a merge, is
-an evaluation of its own, whose cost is added by --chosen_by. Left out: the spread over training seeds (one table is one
-seed), and corrections for the many pairs compared.
+so an evaluation grows by a model, and after an interruption it goes on, within a model too. What chose a model, e.g. the
+scale of a merge, is an evaluation of its own, whose cost is added by --chosen_by. Left out: the spread over training
+seeds (one table is one seed), and corrections for the many pairs compared.
 """
 
 import argparse
@@ -41,7 +41,7 @@ import zipfile
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -137,9 +137,7 @@ class Args:
             stop(f"--models {wrong[0]}=...: a name is a word without slashes")
         for name, _, folder in (pair.partition("=") for pair in self.chosen_by):
             if name not in names or not os.path.exists(os.path.join(folder, "eval.json")):
-                stop(
-                    f"--chosen_by {name}={folder}: give NAME=folder, a name of --models and a folder with an eval.json"
-                )
+                stop(f"--chosen_by {name}={folder}: give NAME=folder, a name of --models and a folder with eval.json")
         settle_device(self)
         self.out = self.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -175,9 +173,8 @@ def settle_device(args):
 def parse_args(args_class, description):
     """The flags of a script as its dataclass; a wrong flag or value ends with one line, not with a page of usage."""
     parser = HfArgumentParser(args_class, description=description, allow_abbrev=False)
-    parser.formatter_class = type(
-        "Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {}
-    )
+    formats = (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter)
+    parser.formatter_class = type("Help", formats, {})
     parser.error = lambda message: stop(f"{message} (see --help)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
     args, _, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
@@ -204,9 +201,7 @@ def model_folder(name):
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
     except (OSError, ValueError) as error:
         made = "`bash speedrun.sh` makes it; or " * name.startswith("runs/speedrun/")
-        stop(
-            f"no model at {name}: {made}give a folder, or a hub id that this machine can reach ({type(error).__name__})"
-        )
+        stop(f"no model at {name}: {made}give a folder, or a hub id that can be reached ({type(error).__name__})")
 
 
 def base_folder(folder):
@@ -217,9 +212,8 @@ def base_folder(folder):
         stop(f"{folder} holds no adapter_model.safetensors: give the folder of a LoRA adapter as peft saves it")
     base = model_folder(read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path") or "")
     if not os.path.exists(os.path.join(base, "config.json")):
-        stop(
-            f"{folder} is an adapter on the adapter {base}: merge that one first (merge.py --base ... --experts {base} --scale 1)"
-        )
+        merge = f"merge.py --base ... --experts {base} --scale 1"
+        stop(f"{folder} is an adapter on the adapter {base}: merge that one first ({merge})")
     return base
 
 
@@ -277,12 +271,8 @@ def load_model(name, device):
     eos_ids = sorted({tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None})
     if not eos_ids:
         stop(f"{name} names no end-of-sequence token: set eos_token_id in its generation_config.json")
-    return (
-        model.to(device).eval(),
-        tokenizer,
-        eos_ids,
-        (eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id),
-    )
+    pad_id = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return model.to(device).eval(), tokenizer, eos_ids, pad_id
 
 
 def add_lora(model, args):
@@ -291,9 +281,8 @@ def add_lora(model, args):
     What is frozen needs no float32: with bfloat16 it takes 2 bytes a parameter. The adapter itself is float32.
     """
     if base_folder(folder := model_folder(args.model)) != folder:
-        stop(
-            f"--model {args.model} is an adapter: merge it first (merge.py --base ... --experts {args.model} --scale 1)"
-        )
+        merge = f"merge.py --base ... --experts {args.model} --scale 1"
+        stop(f"--model {args.model} is an adapter: merge it first ({merge})")
     size = dict(r=args.lora_rank, lora_alpha=args.lora_alpha or 2 * args.lora_rank)
     config = peft().LoraConfig(**size, target_modules="all-linear", task_type="CAUSAL_LM")
     model.name_or_path = os.path.abspath(args.model) if os.path.isdir(args.model) else args.model
@@ -367,11 +356,9 @@ def hold_out(tasks, share):
 
 def say_overlap(tasks, eval_tasks):
     """Say how many prompts of the evaluation are trained on, compared without case, punctuation and white space."""
-    plain = [
-        {" ".join(re.findall(r"\w+", str(task["prompt"]).lower())) for task in some} for some in (tasks, eval_tasks)
-    ]
-    if both := len(plain[0] & plain[1]):
-        print(f"{both} of {len(plain[1])} prompts of the evaluation are trained on: what they score is no test")
+    words = [{" ".join(re.findall(r"\w+", str(t["prompt"]).lower())) for t in some} for some in (tasks, eval_tasks)]
+    if both := len(words[0] & words[1]):
+        print(f"{both} of {len(words[1])} prompts of the evaluation are trained on: what they score is no test")
 
 
 # ------------------------------------------------------------------------------------------------------ sampler
@@ -551,13 +538,11 @@ def sample_hf(
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     caps = torch.as_tensor(max_completion_length, device=model.device).expand(len(prompts) * num_generations)
     T = int(caps.max())
-    how = (
-        dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k) if temperature else {"do_sample": False}
-    )
+    how = dict(temperature=temperature, top_p=top_p, top_k=top_k) if temperature else {}
     with torch.random.fork_rng():
         torch.manual_seed(seed + first_row)
         out = model.generate(
-            ids, attention_mask=mask, num_return_sequences=num_generations if temperature else 1, max_new_tokens=T,
+            ids, attention_mask=mask, num_return_sequences=num_generations if temperature else 1, max_new_tokens=T, do_sample=temperature > 0,
             eos_token_id=eos_ids or None, pad_token_id=pad_id, repetition_penalty=1.0, output_scores=True, return_dict_in_generate=True, **how,
         )  # fmt: skip
     repeat = 1 if temperature else num_generations  # greedy samples of a prompt are all the same
@@ -582,25 +567,32 @@ def decode(tokenizer, rollouts):
 # -------------------------------------------------------------------------------------------------------- score
 
 
-def evaluate(model, tasks, tokenizer, *, samples, slots=512, draw_completions=sample, **how):
+def evaluate(
+    model, tasks, tokenizer, *, samples, slots=512, draw_completions=sample, sampled=None, save=lambda: None, **how
+):  # fmt: skip
     """Sample each task `samples` times and score every completion -> ({domain: result}, [one row a completion]).
 
     A result holds n (samples a task), counts (right ones, a task: a score of 1), majority (of each task's vote, or
     None), ids, held_out, length (mean tokens), truncated (share cut at max_completion_length) and tokens. `tasks` carry
-    their prompt's token ids (load_prompts); `how` goes to the sampler.
+    their prompt's token ids (load_prompts); `how` goes to the sampler. `sampled` {domain: (texts, lengths, finished)} is
+    filled on the way, with a call of save() after each block of `slots`; what it holds already is not sampled again.
     """
     results, completions, block = {}, [], max(1, slots // samples)
+    sampled = {} if sampled is None else sampled
     bar = tqdm(total=len(tasks) * samples, unit="completion", desc="sampling", leave=False, dynamic_ncols=True)
     for domain in dict.fromkeys(task["domain"] for task in tasks):
         members = [task for task in tasks if task["domain"] == domain]
-        texts, lengths, finished = [], [], []
-        for start in range(0, len(members), block):
+        texts, lengths, finished = sampled.setdefault(domain, ([], [], []))
+        bar.update(len(texts))
+        for start in range(len(texts) // samples, len(members), block):
             prompts = [task["ids"] for task in members[start : start + block]]
             rows = {"num_generations": samples, "first_row": start * samples, "slots": slots}
             rollouts = draw_completions(model, prompts, **rows, **how)
             texts += decode(tokenizer, rollouts)
-            lengths, finished = lengths + rollouts.lengths.tolist(), finished + rollouts.finished.tolist()
+            lengths += rollouts.lengths.tolist()
+            finished += rollouts.finished.tolist()
             bar.update(len(prompts) * samples)
+            save()
         owners = [task for task in members for _ in range(samples)]
         scores = verify_batch([(task["verifier"], text, task["answer"]) for task, text in zip(owners, texts)])
         groups = [slice(i, i + samples) for i in range(0, len(scores), samples)]
@@ -1409,6 +1401,13 @@ def training_curves(folder):
     return {"prompts_per_step": prompts, **{name: [row.get(name) for row in rows] for name in names}}
 
 
+def save_sampled(path, saved, start, every=60.0):
+    """Write what was sampled so far, `every` so many seconds: an interruption costs little."""
+    if (seconds := time.perf_counter() - start) > saved["seconds"] + every:
+        saved["seconds"] = seconds
+        write_json(path, saved)
+
+
 def main():
     args = parse_args(Args, __doc__)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
@@ -1438,25 +1437,27 @@ def main():
         key = {**settings, "folder": os.path.realpath(folder)}
         key["files"] = [os.path.getmtime(spec) for spec in args.tasks if os.path.exists(spec)]
         key["weights"] = max((path.stat().st_mtime for path in Path(folder).glob("*.safetensors")), default=0)
-        if (saved := read_json(part)).get("key") == key:
+        if (saved := read_json(part)).get("key") != key:
+            saved = {"key": key, "seconds": 0.0, "sampled": {}}
+        if "domains" in saved:
             tqdm.write(f"{name}: scored before, read from {part}")
         else:
             model, tokenizer, eos_ids, pad_id = load_model(folder, device)
             context = getattr(model.config, "max_position_embeddings", None) or math.inf
             longest = int(min(args.max_prompt_length, context - args.max_completion_length))
             tasks = load_prompts(args.tasks, tokenizer, longest, args, args.limit or None, args.seed)
-            seconds = {}
-            with timed(seconds, "eval", device):
-                domains, rows = evaluate(
-                    model.to(dtype), tasks, tokenizer, samples=args.k, temperature=args.temperature,
-                    top_p=args.top_p, top_k=args.top_k, max_completion_length=args.max_completion_length,
-                    seed=args.seed, eos_ids=eos_ids, pad_id=pad_id, slots=args.slots,
-                    draw_completions=sample if args.sampler == "fast" and cache_fits(model) else sample_hf,
-                )  # fmt: skip
-            saved = {"key": key, "domains": domains, "seconds": seconds["eval"], "samples": rows}
+            start = time.perf_counter() - saved["seconds"]
+            domains, rows = evaluate(
+                model.to(dtype), tasks, tokenizer, samples=args.k, temperature=args.temperature,
+                top_p=args.top_p, top_k=args.top_k, max_completion_length=args.max_completion_length,
+                seed=args.seed, eos_ids=eos_ids, pad_id=pad_id, slots=args.slots, sampled=saved["sampled"],
+                save=partial(save_sampled, part, saved, start),
+                draw_completions=sample if args.sampler == "fast" and cache_fits(model) else sample_hf,
+            )  # fmt: skip
+            saved = {"key": key, "domains": domains, "seconds": time.perf_counter() - start, "samples": rows}
             write_json(part, saved)
             scores = "  ".join(f"{domain} {score(result):.1f}" for domain, result in domains.items())
-            tqdm.write(f"{name}: {scores}  ({seconds['eval']:.0f} s)")
+            tqdm.write(f"{name}: {scores}  ({saved['seconds']:.0f} s)")
         cost = run_cost(folder)
         if name in chosen_by:
             cost["chosen_by"] = choice_cost(chosen_by[name], cost.get("parameters", 0))

@@ -821,11 +821,12 @@ def main():
     cost |= {"parameters": parameters, "peak_memory_gb": peak_gb(device), "device": str(device), "reused": {}}
     write_json(out / "cost.json", cost)
     rewards = [row["reward/mean"] for row in read_lines(out / "metrics.jsonl")]
-    first, last = (sum(some) / len(some) for some in (rewards[:5], rewards[-5:]))
+    few = min(5, (len(rewards) + 1) // 2)
+    first, last = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
     before, *_, after = read_lines(out / "evals.jsonl")
     change = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in after if name != "step")
     print(
-        f"Learnt: reward {first:.3f} -> {last:.3f} on training prompts (means of 5 steps)"
+        f"Learnt: reward {first:.3f} -> {last:.3f} on training prompts (means of {few} steps)"
         + (f"; validation avg@{args.eval_samples} {change}" if change else "")
         + f"\nThe model lies in {out}. Next: {next_command(args, f'mix={out}')}"
     )

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -665,6 +666,29 @@ def test_an_evaluation_goes_on_where_it_was(call, toy, tmp_path, monkeypatch):
     (out / "models/math.json").write_text('{"key": ')
     code, lines, _ = call("eval", out, *flags)
     assert code == 2 and len(lines) == 1 and "math.json" in lines[0]
+
+
+def test_an_evaluation_goes_on_within_a_model(call, toy, tmp_path, monkeypatch):
+    """After an interruption only what was not sampled is, also under other --slots, and the result is the same."""
+    flags = ["--models", f"base={toy / 'base'}", "--tasks", toy / "both.jsonl", "--k", 2, "--device", "cpu"]
+    assert call("eval", tmp_path / "whole", *flags)[0] == 0
+    original, drawn = evaluation.sample, []
+
+    def sample(model, prompts, **how):
+        if len(drawn) == 5:
+            raise KeyboardInterrupt
+        drawn.append(len(prompts))
+        return original(model, prompts, **how)
+
+    monkeypatch.setattr(evaluation, "save_sampled", partial(evaluation.save_sampled, every=0))
+    monkeypatch.setattr(evaluation, "sample", sample)
+    assert call("eval", tmp_path / "cut", *flags, "--slots", 2)[0] == 130
+    assert drawn == [1] * 5
+    drawn += [0]
+    assert call("eval", tmp_path / "cut", *flags, "--slots", 4)[0] == 0
+    whole, cut = (json.loads((tmp_path / out / "models/base.json").read_text()) for out in ("whole", "cut"))
+    assert sum(drawn) == sum(len(domain["ids"]) for domain in whole["domains"].values())
+    assert (cut["domains"], cut["samples"]) == (whole["domains"], whole["samples"])
 
 
 def test_one_evaluation_at_a_time(toy, tmp_path):
