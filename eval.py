@@ -354,8 +354,15 @@ def hold_out(tasks, share):
     return kept, ordered[: len(tasks) - len(kept)]
 
 
-def say_overlap(tasks, eval_tasks):
-    """Say how many prompts of the evaluation are trained on, compared without case, punctuation and white space."""
+def say_doubts(args, model, tasks, eval_tasks):
+    """Say what makes a run's numbers doubtful: a real model under the tiny world's settings, prompts seen in training.
+
+    Prompts are compared without case, punctuation and white space.
+    """
+    names = ("learning_rate", "max_completion_length")
+    left = [f"--{name} {getattr(args, name)}" for name in names if getattr(args, name) == getattr(type(args), name)]
+    if left and model.num_parameters() > 2e7:
+        print(f"{' and '.join(left)} suit the tiny world; real models want about 1e-6 (LoRA: 2e-5) and 512 or more")
     words = [{" ".join(re.findall(r"\w+", str(t["prompt"]).lower())) for t in some} for some in (tasks, eval_tasks)]
     if both := len(words[0] & words[1]):
         print(f"{both} of {len(words[1])} prompts of the evaluation are trained on: what they score is no test")
@@ -853,9 +860,8 @@ def guideline(models, avg, fused):
         ahead = [f"{change(gap)} over {name}" + " (not distinguishable)" * (name in tied) for name, gap in gaps.items()]
         spent = ", ".join(f"{name} {price / 1e12:.3g}" for name, price in prices.items())
         choice = min([first, *tied], key=prices.get)
-        lines.append(
-            f"- {question}: **{choice}**. {first} {values[first][0]:.1f}, {', '.join(ahead)}; TFLOPs: {spent}."
-        )
+        verdict = f"{first} {values[first][0]:.1f}, {', '.join(ahead)}"
+        lines.append(f"- {question}: **{choice}**. {verdict}; TFLOPs: {spent}.")
     return "\n".join(lines)
 
 
@@ -919,9 +925,8 @@ def report(settings, models):
     """The text of eval.md out of nothing but the content of eval.json; the first model is the base."""
     models, trained, _, fused = roles(models)
     avg, parts = estimates(models), []
-    for title, note, rows, columns, show in level_sections(settings, models, avg) + difference_sections(
-        settings, models, avg
-    ):
+    sections = level_sections(settings, models, avg) + difference_sections(settings, models, avg)
+    for title, note, rows, columns, show in sections:
         if any(rows.values()):
             columns = [column for column in columns if any(row.get(column) is not None for row in rows.values())]
             parts += [f"## {title}", note, markdown(rows, columns, show)]
@@ -1047,9 +1052,7 @@ def training_figure(models):
 def draw_pictures(models, out):
     """coverage.png, scores.png and training.png from the content of eval.json, where matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        print(
-            "No pictures: pip install matplotlib and call again (nothing is sampled twice); the tables hold the numbers"
-        )
+        print("No pictures: pip install matplotlib and call again (nothing is sampled twice)")
         return
     coverage_figure(models).savefig(out / "coverage.png", dpi=150)
     scores_figure(models).savefig(out / "scores.png", dpi=150)

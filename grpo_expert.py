@@ -40,7 +40,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from eval import (
     Saves, add_json, add_lora, bad_step, cache_fits, check_bounds, evaluate, gather, hold_out, join_processes,
     load_model, load_prompts, next_command, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model,
-    say_overlap, settle_device, stop, sum_gradients, sum_numbers, timed, tracker, write_json,
+    say_doubts, settle_device, stop, sum_gradients, sum_numbers, timed, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
 
@@ -484,7 +484,7 @@ def main():
     domains = dict.fromkeys(task["domain"] for task in tasks)
     eval_specs = args.eval_tasks or [f"tiny:{domain}:validation" for domain in domains if tiny]
     eval_tasks = load_prompts(eval_specs, tokenizer, max_prompt_length, args, args.eval_limit) + held[: args.eval_limit]
-    say_overlap(tasks, eval_tasks)
+    say_doubts(args, model, tasks, eval_tasks)
 
     adapter = add_lora(model, args) if args.lora_rank else None
     learnt = [name for name, weight in model.named_parameters() if weight.requires_grad]

@@ -1,5 +1,6 @@
 """What models beyond one GPU's float32 need: LoRA adapters, several processes, and metrics sent elsewhere."""
 
+import importlib
 import json
 import os
 import shutil
@@ -333,11 +334,22 @@ def test_hold_out_never_moves_a_task():
     assert evaluation.hold_out(tasks, 0) == (tasks, [])
 
 
-def test_overlap_is_said(capsys):
-    tasks = [{"prompt": "What is 2 + 2?"}, {"prompt": "Another"}]
-    evaluation.say_overlap(tasks, [{"prompt": "what is  2+2"}, {"prompt": "Not this"}])
+def test_doubts_are_said(capsys):
+    tasks, args = [{"prompt": "What is 2 + 2?"}, {"prompt": "Another"}], importlib.import_module("grpo_expert").Args()
+    tiny, real = (types.SimpleNamespace(num_parameters=lambda n=n: n) for n in (800_000, 135_000_000))
+    evaluation.say_doubts(args, tiny, tasks, [{"prompt": "what is  2+2"}, {"prompt": "Not this"}])
     assert capsys.readouterr().out.startswith("1 of 2 prompts of the evaluation are trained on")
-    evaluation.say_overlap(tasks, [{"prompt": "Not this"}])
+    evaluation.say_doubts(args, tiny, tasks, [{"prompt": "Not this"}])
+    assert capsys.readouterr().out == ""
+    evaluation.say_doubts(args, real, tasks, [])
+    assert capsys.readouterr().out.startswith(
+        "--learning_rate 0.0007 and --max_completion_length 48 suit the tiny world;"
+    )
+    args.learning_rate = 1e-6
+    evaluation.say_doubts(args, real, tasks, [])
+    assert capsys.readouterr().out.startswith("--max_completion_length 48 suit")
+    args.max_completion_length = 512
+    evaluation.say_doubts(args, real, tasks, [])
     assert capsys.readouterr().out == ""
 
 
