@@ -23,6 +23,7 @@ import difflib
 import fcntl
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -293,10 +294,25 @@ def add_lora(model, args):
 def cache_fits(model):
     """Whether the fast sampler can hold the model's cache: keys and values of every layer, and no recurrent state."""
     layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
-    if fits := layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
-        return fits
-    print(f"{type(model).__name__} caches more than keys and values: model.generate samples instead (--sampler hf)")
+    known = "cache" in inspect.signature(model.forward).parameters  # not so in GPT-1, RWKV, XLNet
+    if known and layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return True
+    print(f"{type(model).__name__} caches not just keys and values: model.generate samples instead (--sampler hf)")
     return False
+
+
+def output_head(model):
+    """The function from hidden states (N, H) to logits (N, V): the lm_head, and what the model does to its result.
+
+    Cohere and Falcon-H1 multiply it, Granite divides it, and Gemma caps it softly: cap * tanh(logits / cap).
+    """
+    config, lm_head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    factors = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
+    scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    if scale == 1 and not cap:
+        return lm_head
+    return lambda hidden: cap * (lm_head(hidden) * scale / cap).tanh() if cap else lm_head(hidden) * scale
 
 
 def encode_prompt(tokenizer, prompt, system="", suffix="", thinking=""):
@@ -383,12 +399,13 @@ class Rollouts(NamedTuple):
 def custom_mask_fits(model):
     """Whether every layer attends to all before it and takes a (b, 1, queries, keys) mask as it is.
 
-    Sliding windows and recurrent layers do not; models that know no such mask (flash attention) do not either.
+    Sliding windows, recurrent layers and ALiBi do not; flash attention and models older than sdpa know no such mask.
     """
     config = model.config.get_text_config(decoder=True)
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    known = config._attn_implementation in ("sdpa", "eager") and not getattr(config, "sliding_window", None)
-    return known and layers == {"full_attention"}
+    odd = getattr(config, "sliding_window", None) or getattr(config, "alibi", None)
+    known = model._supports_sdpa and config._attn_implementation in ("sdpa", "eager")
+    return bool(known and not odd and layers == {"full_attention"})
 
 
 class Slots(DynamicLayer):

@@ -37,8 +37,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
     Saves, add_json, add_lora, bad_step, cache_fits, check_bounds, evaluate, gather, hold_out, join_processes,
-    load_model, load_prompts, next_command, open_run, parse_args, peak_gb, read_lines, run, sample_hf, save_model,
-    say_doubts, settle_device, stop, sum_gradients, sum_numbers, timed, tracker, write_json,
+    load_model, load_prompts, next_command, open_run, output_head, parse_args, peak_gb, read_lines, run, sample_hf,
+    save_model, say_doubts, settle_device, stop, sum_gradients, sum_numbers, timed, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
 
@@ -137,12 +137,13 @@ class Rollouts(NamedTuple):
 def custom_mask_fits(model):
     """Whether every layer attends to all before it and takes a (b, 1, queries, keys) mask as it is.
 
-    Sliding windows and recurrent layers do not; models that know no such mask (flash attention) do not either.
+    Sliding windows, recurrent layers and ALiBi do not; flash attention and models older than sdpa know no such mask.
     """
     config = model.config.get_text_config(decoder=True)
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    known = config._attn_implementation in ("sdpa", "eager") and not getattr(config, "sliding_window", None)
-    return known and layers == {"full_attention"}
+    odd = getattr(config, "sliding_window", None) or getattr(config, "alibi", None)
+    known = model._supports_sdpa and config._attn_implementation in ("sdpa", "eager")
+    return bool(known and not odd and layers == {"full_attention"})
 
 
 class Slots(DynamicLayer):
@@ -402,7 +403,7 @@ def completion_hidden(model, prompts, tokens, lengths, pad_id, counts=None):
 def completion_logprobs(model, prompts, tokens, lengths, pad_id, temperature, counts=None):
     """Log-probabilities of completion tokens in one forward -> (b, T) float32, 0 after the end; and their mask."""
     hidden, mask = completion_hidden(model, prompts, tokens, lengths, pad_id, counts)
-    values = token_logprobs(hidden, model.get_output_embeddings(), tokens[:, : mask.shape[1]][mask], temperature)
+    values = token_logprobs(hidden, output_head(model), tokens[:, : mask.shape[1]][mask], temperature)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values), mask
 
 
@@ -753,8 +754,8 @@ def main():
         if not gap_checked and len(needed) and not gap <= (1e-3 if dtype == torch.float32 else 0.05):
             stop(
                 f"the sampler's log-probabilities differ from a fresh forward's by {gap:.2g} on average: what samples is "
-                "not what is trained. Likely causes: logits scaled or capped after the lm_head, a kind of cache or "
-                "attention that the sampler does not know (try --sampler hf), a too coarse --dtype"
+                "not what is trained. Likely causes: logits scaled or capped in a new way (output_head in eval.py), a kind "
+                "of cache or attention that the sampler does not know (try --sampler hf), a too coarse --dtype"
             )
         gap_checked = gap_checked or len(needed) > 0
 

@@ -39,8 +39,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from eval import (
     Saves, add_json, add_lora, bad_step, base_folder, cache_fits, check_bounds, evaluate, gather, hold_out,
-    join_processes, load_model, load_prompts, loading, model_folder, next_command, open_run, parse_args, peak_gb,
-    peft, read_lines, run, run_cost, sample_hf, save_model, say_doubts, settle_device, stop, sum_gradients,
+    join_processes, load_model, load_prompts, loading, model_folder, next_command, open_run, output_head, parse_args,
+    peak_gb, peft, read_lines, run, run_cost, sample_hf, save_model, say_doubts, settle_device, stop, sum_gradients,
     sum_numbers, timed, tokenizer_folder, tracker, write_json,
 )  # fmt: skip
 from verifiers import is_test_set, verify_batch
@@ -135,12 +135,13 @@ class Rollouts(NamedTuple):
 def custom_mask_fits(model):
     """Whether every layer attends to all before it and takes a (b, 1, queries, keys) mask as it is.
 
-    Sliding windows and recurrent layers do not; models that know no such mask (flash attention) do not either.
+    Sliding windows, recurrent layers and ALiBi do not; flash attention and models older than sdpa know no such mask.
     """
     config = model.config.get_text_config(decoder=True)
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    known = config._attn_implementation in ("sdpa", "eager") and not getattr(config, "sliding_window", None)
-    return known and layers == {"full_attention"}
+    odd = getattr(config, "sliding_window", None) or getattr(config, "alibi", None)
+    known = model._supports_sdpa and config._attn_implementation in ("sdpa", "eager")
+    return bool(known and not odd and layers == {"full_attention"})
 
 
 class Slots(DynamicLayer):
@@ -669,7 +670,7 @@ def main():
                         hidden, mask = completion_hidden(model, *which, counts)  # (N, H), (b, T)
                         with torch.no_grad():
                             teacher_hidden, _ = completion_hidden(teacher, *which, counts)
-                        heads = model.get_output_embeddings(), teacher.get_output_embeddings()
+                        heads = output_head(model), output_head(teacher)
                         targets, mu = (x[rows, : mask.shape[1]][mask] for x in (rollouts.tokens, rollouts.logprobs))
                         divide = normalizer[rows].expand(mask.shape)[mask]  # (N,)
                         hidden.retain_grad()
@@ -714,8 +715,8 @@ def main():
         if not gap_checked and args.temperature == 1 and not gap <= (1e-3 if dtype == torch.float32 else 0.05):
             stop(
                 f"the sampler's log-probabilities differ from a fresh forward's by {gap:.2g} on average: what samples is "
-                "not what is trained. Likely causes: logits scaled or capped after the lm_head, a kind of cache or "
-                "attention that the sampler does not know (try --sampler hf), a too coarse --dtype"
+                "not what is trained. Likely causes: logits scaled or capped in a new way (output_head in eval.py), a kind "
+                "of cache or attention that the sampler does not know (try --sampler hf), a too coarse --dtype"
             )
         gap_checked = True
 

@@ -72,10 +72,31 @@ def build_model(kind="llama", seed=0, vocab_size=61, spread=0.3):
         "gemma3": lambda: transformers.Gemma3TextConfig(
             **rope, **ids, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
         ),
+        # What these do to the lm_head's result is stronger than in the published models, so that leaving it out shows.
+        "gemma2": lambda: transformers.Gemma2Config(
+            **rope, **ids, head_dim=8, sliding_window=5, final_logit_softcapping=2.0
+        ),
+        "granite": lambda: transformers.GraniteConfig(**rope, **ids, logits_scaling=3.0),
+        "cohere": lambda: transformers.CohereConfig(**rope, **ids, logit_scale=0.3),
+        # Older ones, whose positions or windows are inside the attention.
+        "gpt_neo": lambda: transformers.GPTNeoConfig(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            max_position_embeddings=128,
+            attention_types=[[["global", "local"], 1]],
+            window_size=5,
+            **ids,
+        ),
+        "bloom": lambda: transformers.BloomConfig(vocab_size=vocab_size, hidden_size=32, n_layer=2, n_head=4, **ids),
+        "falcon": lambda: transformers.FalconConfig(
+            vocab_size=vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, **ids
+        ),
     }[kind]()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
-    spread = spread / 2 if kind == "gemma3" else spread  # its embeddings are scaled up by sqrt(hidden_size)
+    spread = spread / 2 if kind.startswith("gemma") else spread  # its embeddings are scaled up by sqrt(hidden_size)
     with torch.no_grad():
         for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=generator)

@@ -285,7 +285,7 @@ def test_gradient_does_not_depend_on_micro_batches(grpo, make_model, budget):
     same_gradients(step_gradient(grpo, model, batch_of(), budget=budget), whole)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", "granite", "cohere"])
 def test_gradient_does_not_depend_on_packing(grpo, make_model, kind):
     """Groups behind one prompt under a block mask, padded side by side, against every row with a prompt of its own."""
     model = make_model(kind)
@@ -339,9 +339,10 @@ def test_pack_groups(grpo, make_model):
     long = [1000] * 4
     packs, sizes = grpo.pack_groups(model, [0, 1, 2, 3], [[1] * 2] * 4, long, 4, 10**6)
     assert packs == [[0], [1], [2], [3]] and sizes == [1002] * 4
-    # A sliding window knows no block mask.
-    packs, _ = grpo.pack_groups(make_model("gemma3"), [0, 1], prompts, lengths, 4, 10**6)
-    assert packs == [[0], [1]]
+    # Sliding windows, and models with positions or masks of their own, know no block mask.
+    for kind in ("gemma3", "gemma2", "gpt_neo", "bloom", "falcon"):
+        packs, _ = grpo.pack_groups(make_model(kind), [0, 1], prompts, lengths, 4, 10**6)
+        assert packs == [[0], [1]], kind
 
 
 def test_gradient_does_not_depend_on_padding(grpo, make_model):
@@ -367,12 +368,15 @@ def left_padded_logprobs(model, prompts, tokens, lengths, temperature):
     ids = torch.tensor([[0] * (longest - len(p)) + p + row for p, row in zip(prompts, tokens.tolist())])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * (len(p) + T) for p in prompts])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = model(ids, attention_mask=mask, position_ids=positions).logits[:, longest - 1 : -1]
+    position_ids = {} if model.config.model_type == "bloom" else {"position_ids": positions}
+    logits = model(ids, attention_mask=mask, **position_ids).logits[:, longest - 1 : -1]
     logprobs = (logits / temperature).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
     return logprobs * (torch.arange(T) < lengths[:, None])
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "qwen3", "gpt2", "gemma3", "gemma2", "granite", "cohere", "gpt_neo", "bloom", "falcon"]
+)
 def test_completion_logprobs_equal_the_left_padded_forward(grpo, make_model, kind):
     model, batch = make_model(kind), batch_of()
     with torch.no_grad():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17], [3, 3]]  # ragged, one of a single token
-KINDS = ["llama", "qwen2", "qwen3", "gpt2", "gemma3"]
+KINDS = ["llama", "qwen2", "qwen3", "gpt2", "gemma3", "gemma2", "gpt_neo", "bloom", "falcon"]
 
 
 @pytest.fixture(scope="module")
