@@ -119,8 +119,8 @@ def test_asking_rarely_who_has_ended_changes_nothing(sampler, make_model, kind):
     same(namespace["sample"](model, PROMPTS, **how), sampler.sample(model, PROMPTS, **how))
 
 
-def test_a_recurrent_cache_is_left_to_generate(sampler, make_model, capsys):
-    from transformers import FalconH1Config, FalconH1ForCausalLM
+def test_other_caches_are_left_to_generate(sampler, make_model, capsys):
+    from transformers import FalconH1Config, FalconH1ForCausalLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
     assert sampler.cache_fits(make_model("gemma3")) and sampler.cache_fits(make_model("gpt2"))
     assert capsys.readouterr().out == ""
@@ -131,6 +131,8 @@ def test_a_recurrent_cache_is_left_to_generate(sampler, make_model, capsys):
     model = FalconH1ForCausalLM(FalconH1Config(**small))
     assert not sampler.cache_fits(model)
     assert capsys.readouterr().out.count("\n") == 1
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=61, n_positions=32, n_embd=32, n_layer=1, n_head=2))
+    assert not sampler.cache_fits(model)  # it has no cache at all
 
 
 # ------------------------------------------------------------------------------------------------------- draws
