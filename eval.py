@@ -378,7 +378,7 @@ def say_doubts(args, model, tasks, eval_tasks):
     names = ("learning_rate", "max_completion_length")
     left = [f"--{name} {getattr(args, name)}" for name in names if getattr(args, name) == getattr(type(args), name)]
     if left and model.num_parameters() > 2e7:
-        print(f"{' and '.join(left)} suit the tiny world; real models want about 1e-6 (LoRA: 2e-5) and 512 or more")
+        print(f"Made for the tiny world: {', '.join(left)}; real models use about 1e-6 (LoRA: 2e-5), 512 or more")
     words = [{" ".join(re.findall(r"\w+", str(t["prompt"]).lower())) for t in some} for some in (tasks, eval_tasks)]
     if both := len(words[0] & words[1]):
         print(f"{both} of {len(words[1])} prompts of the evaluation are trained on: what they score is no test")

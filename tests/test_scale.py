@@ -342,12 +342,10 @@ def test_doubts_are_said(capsys):
     evaluation.say_doubts(args, tiny, tasks, [{"prompt": "Not this"}])
     assert capsys.readouterr().out == ""
     evaluation.say_doubts(args, real, tasks, [])
-    assert capsys.readouterr().out.startswith(
-        "--learning_rate 0.0007 and --max_completion_length 48 suit the tiny world;"
-    )
+    assert "the tiny world: --learning_rate 0.0007, --max_completion_length 48;" in capsys.readouterr().out
     args.learning_rate = 1e-6
     evaluation.say_doubts(args, real, tasks, [])
-    assert capsys.readouterr().out.startswith("--max_completion_length 48 suit")
+    assert capsys.readouterr().out.startswith("Made for the tiny world: --max_completion_length 48;")
     args.max_completion_length = 512
     evaluation.say_doubts(args, real, tasks, [])
     assert capsys.readouterr().out == ""
